@@ -1,0 +1,25 @@
+"""Communication among the ranks of one engine; the only package here that knows torch.distributed."""
+
+from engine.comm.base import Communicator
+from engine.comm.solo import SoloCommunicator
+from engine.comm.types import (
+    Collective,
+    CollectiveObserver,
+    Kind,
+    ObserverFactory,
+    Phase,
+    Site,
+    StepInfo,
+)
+
+__all__ = [
+    "Collective",
+    "CollectiveObserver",
+    "Communicator",
+    "Kind",
+    "ObserverFactory",
+    "Phase",
+    "Site",
+    "SoloCommunicator",
+    "StepInfo",
+]

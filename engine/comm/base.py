@@ -1,0 +1,140 @@
+"""The communicator that the tensor-parallel layers call; observers are attached here and nowhere else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from engine.comm import ops
+from engine.comm.types import Collective, CollectiveObserver, Kind, Site, StepInfo
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Communicator(ABC):
+    """Sums and gathers among the ranks of one engine.
+
+    Layers call `all_reduce`, `gather`, `linear_all_reduce` and `reduce_add_norm`; a faster form of the
+    last two overrides them and changes no layer. Every form issues the same collectives in the same
+    order, so counts, sites and observers do not depend on it.
+
+    Attributes:
+        rank, world: this rank and the number of ranks.
+        path: name of the implementation, recorded with every collective.
+        key: this communicator's number in the operator registry.
+    """
+
+    path: str
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.key = ops.register(self)
+        self._observers: tuple[CollectiveObserver, ...] = ()
+        self._step = -1
+        self._ordinal = 0
+
+    # -- what the layers call ---------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        """Sums `x` over ranks in place and returns it; any shape, contiguous."""
+        torch.ops.rangefinder.all_reduce(x, self.key, int(site))
+        return x
+
+    def gather(self, x: torch.Tensor, site: Site) -> torch.Tensor | None:
+        """x [N, V/world] of each rank -> [N, V] on rank 0, None on the others."""
+        rows, local = x.shape
+        is_root = self.rank == 0
+        shards = x.new_empty((self.world, rows, local) if is_root else (0,))
+        torch.ops.rangefinder.gather(x.contiguous(), shards, self.key, int(site))
+        return shards.permute(1, 0, 2).reshape(rows, self.world * local) if is_root else None
+
+    def broadcast(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        """Overwrites `x` with rank 0's values, in place, and returns it."""
+        torch.ops.rangefinder.broadcast(x, self.key, int(site))
+        return x
+
+    def linear_all_reduce(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
+    ) -> torch.Tensor:
+        """x [T, I/world], weight [H, I/world] -> the full [T, H]; the bias is added on rank 0 alone,
+        so that the sum holds it once."""
+        return self.all_reduce(F.linear(x, weight, bias if self.rank == 0 else None), site)
+
+    def reduce_add_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm: AddNorm, site: Site
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums partial [T, H] over ranks, then `norm(sum, residual)` -> (normed, new residual)."""
+        return norm(self.all_reduce(partial, site), residual)
+
+    # -- observers --------------------------------------------------------------------------------
+
+    def attach(self, observers: Sequence[CollectiveObserver]) -> None:
+        """Replaces the observers; an empty sequence detaches all and restores the bare path."""
+        self._observers = tuple(observers)
+
+    def step_begin(self, step: StepInfo) -> None:
+        self._step = step.step
+        self._ordinal = 0
+        for observer in self._observers:
+            observer.step_begin(step)
+
+    def step_end(self, step: StepInfo) -> None:
+        for observer in reversed(self._observers):
+            observer.step_end(step)
+
+    # -- operator bodies --------------------------------------------------------------------------
+
+    def run_all_reduce(self, x: torch.Tensor, site: Site) -> None:
+        if not self._observers:
+            return self._all_reduce(x)
+        self._observed(Kind.ALL_REDUCE, site, x, x.nbytes, lambda: self._all_reduce(x))
+
+    def run_gather(self, x: torch.Tensor, out: torch.Tensor, site: Site) -> None:
+        if not self._observers:
+            return self._gather(x, out)
+        self._observed(Kind.GATHER, site, x, x.nbytes * self.world, lambda: self._gather(x, out))
+
+    def run_broadcast(self, x: torch.Tensor, site: Site) -> None:
+        if not self._observers:
+            return self._broadcast(x)
+        self._observed(Kind.BROADCAST, site, x, x.nbytes, lambda: self._broadcast(x))
+
+    def _observed(
+        self, kind: Kind, site: Site, x: torch.Tensor, nbytes: int, run: Callable[[], None]
+    ) -> None:
+        dtype = str(x.dtype).removeprefix("torch.")
+        collective = Collective(
+            self._step, self._ordinal, kind, site, nbytes, dtype, self.world, self.rank, self.path
+        )
+        self._ordinal += 1
+        for observer in self._observers:
+            observer.before(collective)
+        run()
+        for observer in reversed(self._observers):
+            observer.after(collective)
+
+    # -- what an implementation provides ----------------------------------------------------------
+
+    @abstractmethod
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        """Sums x over ranks, in place."""
+
+    @abstractmethod
+    def _gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x [N, V/world] of every rank into out [world, N, V/world] at rank 0 (out is empty elsewhere)."""
+
+    @abstractmethod
+    def _broadcast(self, x: torch.Tensor) -> None:
+        """Rank 0's x into every rank's x."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it; not a collective of the model, so not observed."""
+
+    def close(self) -> None:
+        """Leaves the registry; repeatable."""
+        ops.unregister(self.key)
+        self._observers = ()

@@ -1,0 +1,52 @@
+"""A communicator over one torch.distributed process group: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engine.comm.base import Communicator
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Ranks meet through `store_path`, a file of one run only, so that no port can be taken.
+
+    Raises whatever torch.distributed raises when a peer does not come within `timeout_s`.
+    """
+
+    def __init__(
+        self, rank: int, world: int, backend: str, store_path: str, timeout_s: float = 300.0
+    ) -> None:
+        super().__init__(rank, world)
+        self.path = backend
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.FileStore(store_path, world)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timeout
+        )
+
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        dist.all_reduce(x)
+
+    def _gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        dist.gather(x, list(out.unbind(0)) if self.rank == 0 else None, dst=0)
+
+    def _broadcast(self, x: torch.Tensor) -> None:
+        dist.broadcast(x, src=0)
+
+    def min_over_ranks(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank (start-up only; not observed)."""
+        device = "cuda" if self.path == "nccl" else "cpu"
+        box = torch.tensor([value], dtype=torch.int64, device=device)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN)
+        return int(box.item())
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        super().close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,96 @@
+"""EngineConfig: everything an engine is told, validated before anything heavy starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+COMPILE_MODES = ("off", "layer", "model")
+ATTENTION_BACKENDS = ("auto", "sdpa")
+COMM_PATHS = ("auto", "gloo", "nccl")
+DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs. Frozen; what `auto` became is read back from `LLM.effective`.
+
+    Attributes:
+        model: directory in Hugging Face format (config.json; safetensors unless load_format=dummy).
+        tp: number of ranks; each is a process of its own when tp > 1.
+        dtype: of weights, activations and K/V; auto is the checkpoint's.
+        load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
+        device: auto is cuda where a GPU is visible, else cpu.
+        enforce_eager: True: no CUDA graphs.
+        compile: off | layer (each decoder layer one region) | model (embedding to final norm one
+            full graph).
+        max_model_len: prompt + output of one request at most; None: the model's own limit.
+        max_num_seqs: requests resident at once.
+        max_num_batched_tokens: query tokens of one step at most (the chunked-prefill budget).
+        page_size: tokens of one K/V page.
+        num_pages: pages of the cache; None: from free memory (`memory_utilization` of the GPU's
+            memory; on a CPU what max_num_seqs requests of max_model_len need, at most
+            `cpu_kv_bytes`).
+        prefix_cache: reuse full pages of equal prefixes.
+        seed: base of the per-request seeds and of dummy weights.
+        threads_per_rank: intra-op threads of one rank on CPU; None: cores // tp.
+        cache_dir: compile caches (one folder a rank below it); None: torch's own default.
+        timeout_s: how long a rank waits in a collective before it gives up.
+
+    Raises:
+        ConfigError: a value outside its range or an unknown choice.
+    """
+
+    model: str
+    tp: int = 1
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    enforce_eager: bool = False
+    compile: str = "off"
+    attention: str = "auto"
+    comm: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    cpu_kv_bytes: int = 1 << 30
+    prefix_cache: bool = True
+    seed: int = 0
+    threads_per_rank: int | None = None
+    cache_dir: str | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "dtype": DTYPES,
+            "load_format": LOAD_FORMATS,
+            "device": DEVICES,
+            "compile": COMPILE_MODES,
+            "attention": ATTENTION_BACKENDS,
+            "comm": COMM_PATHS,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+        at_least_one = ("tp", "max_num_seqs", "max_num_batched_tokens", "page_size")
+        optional = ("max_model_len", "num_pages", "threads_per_rank")
+        for name in at_least_one + optional:
+            value = getattr(self, name)
+            if not (value is None and name in optional) and value < 1:
+                raise ConfigError(f"{name}={value}: give at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
+                f"max_num_seqs={self.max_num_seqs}, or a full decode step would not fit"
+            )
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(f"memory_utilization={self.memory_utilization}: give a value in (0, 1]")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}: give an integer in [0, 2^63)")

@@ -1,0 +1,32 @@
+"""Errors that a user of the engine can meet. Each names the value, the limit and what to do."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """An engine configuration that cannot run; raised before a process starts or a weight is read."""
+
+
+class RequestError(ValueError):
+    """One request that cannot be served. It fails alone: other requests are not touched."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint whose tensors do not fill the model exactly."""
+
+
+class EngineDeadError(RuntimeError):
+    """A rank raised or died; the engine is closed and cannot be used again.
+
+    Attributes:
+        rank: the rank that failed first.
+        exitcode: its exit code (negative: the signal that ended it), or None if it raised.
+        worker_traceback: that rank's traceback as text, empty if it was killed.
+    """
+
+    def __init__(self, rank: int, exitcode: int | None, worker_traceback: str = "") -> None:
+        what = f"ended with exit code {exitcode}" if exitcode is not None else "raised"
+        super().__init__(f"rank {rank} {what}; the engine is closed\n{worker_traceback}".rstrip())
+        self.rank = rank
+        self.exitcode = exitcode
+        self.worker_traceback = worker_traceback

@@ -1,0 +1,146 @@
+"""A request: what was asked, how far it is, when things happened, what came out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import RequestError
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an EOS token was sampled
+    LENGTH = "length"  # max_tokens or max_model_len reached
+    ABORT = "abort"
+    ERROR = "error"  # the request could not be served; see RequestOutput.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. Frozen, so one object can serve many requests.
+
+    Attributes:
+        temperature: 0 is greedy (exact argmax); otherwise logits are divided by it.
+        max_tokens: number of tokens to generate at most.
+        ignore_eos: go on after an EOS token.
+        seed: noise is a function of (seed, position, token id) alone; None: derived from the
+            engine's seed and the request's ordinal.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(
+                f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)"
+            )
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens={self.max_tokens}: give at least 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise RequestError(f"seed={self.seed}: give an integer in [0, 2^63)")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request inside the engine; the scheduler alone changes it.
+
+    Invariant that block counts rest on: a sampled token is appended to `output_ids` before the next
+    step is planned, so `num_tokens` already counts the token whose K/V the next step writes, and
+    K/V is needed for positions 0 .. num_tokens-1 at most (the last sampled token never gets any).
+
+    Attributes:
+        num_computed: positions whose K/V stands in the cache (cached prefix included).
+        page_ids: pages of this request in order of position.
+        pages_sent: how many of them the ranks' block tables already hold.
+        slot: row of the block tables and of the last-token buffer while resident, else -1.
+        token_on_device: whether the last token of `output_ids` was sampled in that slot, so that
+            the ranks have it; False again after a preemption.
+        arrival_s, ...: `time.perf_counter()` seconds, comparable between processes of one host.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    arrival_s: float
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    page_ids: list[int] = field(default_factory=list)
+    pages_sent: int = 0
+    slot: int = -1
+    token_on_device: bool = False
+    preemptions: int = 0
+    cached_tokens: int = 0
+    first_scheduled_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    finished_s: float | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def token(self, position: int) -> int:
+        """The token id at a position of prompt + output."""
+        n = len(self.prompt_ids)
+        return self.prompt_ids[position] if position < n else self.output_ids[position - n]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes (all times in seconds; None where the event did not happen):
+        queue_s: arrival to the first step that held the request.
+        ttft_s: arrival to first token.
+        tpot_s: (last token - first token) / (tokens - 1); None for one token.
+        e2e_s: arrival to last token.
+        token_times_s: when each token was handed out, `time.perf_counter()` seconds.
+        cached_tokens: prompt tokens taken from the prefix cache at first admission.
+        text: decoded output; None when the engine has no tokenizer.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    error: str | None
+    arrival_s: float
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    token_times_s: tuple[float, ...]
+    preemptions: int
+    cached_tokens: int
+
+    @classmethod
+    def from_request(cls, request: Request, text: str | None = None) -> RequestOutput:
+        assert request.finish_reason is not None
+        times, arrival = request.token_times_s, request.arrival_s
+        started = request.first_scheduled_s
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_ids,
+            token_ids=request.output_ids,
+            text=text,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            arrival_s=arrival,
+            queue_s=None if started is None else started - arrival,
+            ttft_s=times[0] - arrival if times else None,
+            tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+            e2e_s=times[-1] - arrival if times else None,
+            token_times_s=tuple(times),
+            preemptions=request.preemptions,
+            cached_tokens=request.cached_tokens,
+        )

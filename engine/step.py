@@ -1,0 +1,138 @@
+"""StepPlan: what the ranks must know of one step, as typed arrays; the message between them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from engine.comm.types import Phase
+from engine.request import Request
+
+_DTYPES = {
+    "slots": np.int32,
+    "starts": np.int32,
+    "query_lens": np.int32,
+    "samples": np.bool_,
+    "token_ids": np.int64,
+    "page_starts": np.int32,
+    "page_counts": np.int32,
+    "pages": np.int32,
+    "temperatures": np.float32,
+    "seeds": np.int64,
+}
+_HEADER = struct.Struct(f"<q{len(_DTYPES)}q")
+
+
+@dataclass(slots=True)
+class ScheduledSeq:
+    """One sequence of a step: query tokens at positions start .. start+query_len-1.
+
+    `samples` is True when the last of them is the sequence's last known token.
+    """
+
+    request: Request
+    start: int
+    query_len: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, rows in the order of the forward (decoding sequences first). S sequences, T tokens.
+
+    Attributes:
+        slots: [S] row of each sequence in the ranks' block tables and last-token buffer.
+        starts: [S] first position computed; query_lens: [S] how many.
+        samples: [S] whether the sequence samples after this step.
+        token_ids: [T] input ids; -1: the last token sampled in that slot, which stands on the device.
+        page_starts, page_counts: [S] where in its block-table row new pages go, and how many;
+            pages: those page ids, concatenated. Only what the ranks do not know yet is sent.
+        temperatures: [S] float32, 0 is greedy; seeds: [S].
+    """
+
+    step: int
+    slots: np.ndarray
+    starts: np.ndarray
+    query_lens: np.ndarray
+    samples: np.ndarray
+    token_ids: np.ndarray
+    page_starts: np.ndarray
+    page_counts: np.ndarray
+    pages: np.ndarray
+    temperatures: np.ndarray
+    seeds: np.ndarray
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences of one query token that follow at least one computed position, all in front."""
+        return int(((self.query_lens == 1) & (self.starts > 0)).cumprod().sum())
+
+    @property
+    def phase(self) -> Phase:
+        decodes = int((self.token_ids < 0).sum())
+        if decodes == self.num_seqs:
+            return Phase.DECODE
+        return Phase.MIXED if decodes else Phase.PREFILL
+
+    @classmethod
+    def from_schedule(cls, step: int, seqs: Sequence[ScheduledSeq]) -> StepPlan:
+        """Builds the message and marks the pages in it as sent."""
+        token_ids: list[int] = []
+        pages: list[int] = []
+        page_starts, page_counts = [], []
+        for seq in seqs:
+            request = seq.request
+            if seq.samples and seq.query_len == 1 and request.token_on_device:
+                token_ids.append(-1)
+            else:
+                stop = seq.start + seq.query_len
+                token_ids.extend(request.token(p) for p in range(seq.start, stop))
+            page_starts.append(request.pages_sent)
+            page_counts.append(len(request.page_ids) - request.pages_sent)
+            pages.extend(request.page_ids[request.pages_sent :])
+            request.pages_sent = len(request.page_ids)
+        columns = {
+            "slots": [s.request.slot for s in seqs],
+            "starts": [s.start for s in seqs],
+            "query_lens": [s.query_len for s in seqs],
+            "samples": [s.samples for s in seqs],
+            "token_ids": token_ids,
+            "page_starts": page_starts,
+            "page_counts": page_counts,
+            "pages": pages,
+            "temperatures": [s.request.params.temperature for s in seqs],
+            "seeds": [s.request.seed for s in seqs],
+        }
+        return cls(step, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
+
+    def to_bytes(self) -> bytes:
+        """Header of the step number and ten lengths, then the arrays' bytes: bounded by the token
+        budget and the cache's size, and free of pickle."""
+        arrays = [getattr(self, name) for name in _DTYPES]
+        header = _HEADER.pack(self.step, *(len(a) for a in arrays))
+        return b"".join([header, *(a.tobytes() for a in arrays)])
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> StepPlan:
+        step, *lengths = _HEADER.unpack_from(message)
+        offset, columns = _HEADER.size, {}
+        for (name, dtype), length in zip(_DTYPES.items(), lengths, strict=True):
+            columns[name] = np.frombuffer(message, dtype=dtype, count=length, offset=offset)
+            offset += columns[name].nbytes
+        if offset != len(message):
+            raise ValueError(f"step message of {len(message)} bytes: its header says {offset}")
+        return cls(step, **columns)
+
+
+assert [f.name for f in fields(StepPlan)][1:] == list(_DTYPES)
