@@ -8,8 +8,8 @@ from engine.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPILE_MODES = ("off", "layer", "model")
-ATTENTION_BACKENDS = ("auto", "sdpa")
-COMM_PATHS = ("auto", "gloo", "nccl")
+ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
+COMM_PATHS = ("auto", "gloo", "nccl", "symm_mem")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 

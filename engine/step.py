@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from engine.comm.types import Phase
+from engine.config import EngineConfig
 from engine.request import Request
 
 _DTYPES = {
@@ -115,6 +116,29 @@ class StepPlan:
             "seeds": [s.request.seed for s in seqs],
         }
         return cls(step, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
+
+    @classmethod
+    def dummy(cls, config: EngineConfig, tokens: int, page: int) -> StepPlan:
+        """Prompt chunks of up to `tokens` in all, whose K/V goes to `page` alone: for warm-up and for
+        measuring memory. `config` is resolved; no sequence passes max_model_len."""
+        limit = config.max_model_len
+        assert limit is not None
+        tokens = min(tokens, config.max_num_batched_tokens, config.max_num_seqs * limit)
+        lens = [min(limit, tokens - done) for done in range(0, tokens, limit)]
+        page_counts = [-(-n // config.page_size) for n in lens]
+        columns = {
+            "slots": range(len(lens)),
+            "starts": [0] * len(lens),
+            "query_lens": lens,
+            "samples": [True] * len(lens),
+            "token_ids": [0] * tokens,
+            "page_starts": [0] * len(lens),
+            "page_counts": page_counts,
+            "pages": [page] * sum(page_counts),
+            "temperatures": [0.0] * len(lens),
+            "seeds": [0] * len(lens),
+        }
+        return cls(-1, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
 
     def to_bytes(self) -> bytes:
         """Header of the step number and ten lengths, then the arrays' bytes: bounded by the token

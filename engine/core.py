@@ -1,0 +1,121 @@
+"""The engine's step as three calls: plan (scheduler, host), launch (enqueue), collect (ids, finish)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.blocks import BlockPool
+from engine.errors import RequestError
+from engine.request import FinishReason, Request
+from engine.runner import Runner
+from engine.scheduler import Schedule, Scheduler
+from engine.step import StepPlan
+
+
+class EngineCore:
+    """Rank 0's authority over requests: admits, plans, runs, collects.
+
+    Args:
+        runner: this rank's runner.
+        tell_ranks: sends a plan to the other ranks, before this rank launches it.
+    """
+
+    def __init__(
+        self, runner: Runner, tell_ranks: Callable[[StepPlan], None] = lambda plan: None
+    ) -> None:
+        config = runner.config
+        assert config.num_pages is not None and config.max_model_len is not None
+        self._runner = runner
+        self._tell_ranks = tell_ranks
+        self._pool = BlockPool(config.num_pages, config.page_size, config.prefix_cache)
+        self._scheduler = Scheduler(
+            pool=self._pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            eos_token_ids=runner.shape.eos_token_ids,
+        )
+        self._vocab_size = runner.shape.vocab_size
+        self._next_step = 0
+        self._refused: list[Request] = []
+        self._preemptions = 0
+        self._cached_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._refused)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. One that cannot be served comes back from the next step as finished
+        with an error; nothing else is touched."""
+        try:
+            self._check_ids(request)
+            self._scheduler.add(request)
+        except RequestError as error:
+            request.finish_reason, request.error = FinishReason.ERROR, str(error)
+            request.finished_s = time.perf_counter()
+            self._refused.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, which comes back as aborted; unknown or finished ids are ignored."""
+        request = self._scheduler.abort(request_id)
+        if request is not None:
+            self._refused.append(request)
+
+    def step(self) -> list[Request]:
+        """Runs one step if there is work for one; returns the requests that ended."""
+        begin = time.perf_counter_ns()
+        schedule, plan = self.plan()
+        finished, self._refused = self._refused, []
+        if plan is None:
+            return finished
+        finished += self.collect(schedule, self.launch(plan))
+        self._runner.record_wall(begin, time.perf_counter_ns())
+        return finished
+
+    def plan(self) -> tuple[Schedule, StepPlan | None]:
+        """Schedules the next step; the plan is None if there is nothing to run."""
+        schedule = self._scheduler.schedule()
+        self._preemptions += len(schedule.preempted)
+        if not schedule.seqs:
+            return schedule, None
+        now = time.perf_counter()
+        for seq in schedule.seqs:
+            request = seq.request
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now
+                self._cached_tokens += request.cached_tokens
+        plan = StepPlan.from_schedule(self._next_step, schedule.seqs)
+        self._next_step += 1
+        return schedule, plan
+
+    def launch(self, plan: StepPlan) -> torch.Tensor | None:
+        """Sends the plan to every rank and enqueues it here."""
+        self._tell_ranks(plan)
+        return self._runner.launch(plan)
+
+    def collect(self, schedule: Schedule, ids: torch.Tensor | None) -> list[Request]:
+        """Reads the ids back, appends them, and returns the requests that ended."""
+        sampled = self._runner.collect(ids)
+        return self._scheduler.update(schedule, sampled, time.perf_counter())
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix that no running request holds."""
+        self._pool.reset_prefix_cache()
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "scheduled_steps": self._next_step,
+            "preemptions": self._preemptions,
+            "cached_tokens": self._cached_tokens,
+        }
+
+    def _check_ids(self, request: Request) -> None:
+        bad = next((t for t in request.prompt_ids if not 0 <= t < self._vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"prompt token id {bad}: this model's ids are in [0, {self._vocab_size})"
+            )

@@ -1,0 +1,53 @@
+"""One rank between steps: answers control messages the same way in a process of its own or in the
+caller's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.comm.types import CollectiveObserver
+from engine.core import EngineCore
+from engine.messages import (
+    Attach,
+    Control,
+    Counters,
+    Detach,
+    DrainSteps,
+    Memory,
+    ResetPrefixCache,
+)
+from engine.runner import Runner
+
+
+class Rank:
+    """A runner, its observers, and on rank 0 the core."""
+
+    def __init__(self, runner: Runner, core: EngineCore | None) -> None:
+        self.runner = runner
+        self.core = core
+        self._observers: list[CollectiveObserver] = []
+
+    def handle(self, message: Control) -> Any:
+        """-> the reply's value; what it is stands beside the case."""
+        match message:
+            case Attach(factories):
+                comm = self.runner.comm
+                device = self.runner.device.type
+                self._observers = [make(comm.rank, comm.world, device) for make in factories]
+                comm.attach(self._observers)
+                return None
+            case Detach():
+                self.runner.comm.attach(())
+                observers, self._observers = self._observers, []
+                return [observer.result() for observer in observers]
+            case DrainSteps():
+                return self.runner.drain_steps()  # rows of steplog.STEP_DTYPE
+            case Counters():
+                own = self.runner.counters()
+                return own if self.core is None else {**own, **self.core.counters()}
+            case Memory():
+                return self.runner.memory()  # bytes by name
+            case ResetPrefixCache():
+                if self.core is not None:
+                    self.core.reset_prefix_cache()
+                return None

@@ -1,0 +1,105 @@
+"""What `auto` becomes on this machine for this model; every impossible choice is refused here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_cache import KVCache
+from engine.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+# Backends that this version can run, by device type; the others of config.py are refused by name.
+_ATTENTION = {"cpu": ("sdpa",), "cuda": ("sdpa",)}
+_COMM = {"cpu": ("gloo",), "cuda": ("nccl",)}
+
+
+def resolve(config: EngineConfig, shape: ModelShape) -> EngineConfig:
+    """Replaces every `auto` and None that can be decided without loading the model.
+
+    `num_pages` on a GPU stays None: it depends on the memory that the weights leave.
+
+    Raises:
+        ConfigError: the model or this machine cannot do what is asked.
+    """
+    shape.check_tp(config.tp)
+    device = _device(config)
+    max_model_len = config.max_model_len or shape.max_position
+    if max_model_len > shape.max_position:
+        raise ConfigError(
+            f"max_model_len={max_model_len}: the model's positions end at {shape.max_position}"
+        )
+    if config.enforce_eager is False and device == "cpu":
+        raise ConfigError(
+            "enforce_eager=False: CUDA graphs need a CUDA device, and this engine runs on the CPU; "
+            "set enforce_eager=True"
+        )
+    if config.enforce_eager is False:
+        raise ConfigError("enforce_eager=False: CUDA graphs are not built yet; set it to True")
+    resolved = replace(
+        config,
+        device=device,
+        dtype=shape.dtype if config.dtype == "auto" else config.dtype,
+        attention=_choose("attention", config.attention, _ATTENTION[device], device),
+        comm="solo" if config.tp == 1 else _choose("comm", config.comm, _COMM[device], device),
+        max_model_len=max_model_len,
+        threads_per_rank=config.threads_per_rank or max(1, _cores() // config.tp),
+    )
+    if resolved.num_pages is None and device == "cpu":
+        resolved = replace(resolved, num_pages=_cpu_pages(resolved, shape))
+    logger.info(
+        "attention=%s comm=%s device=%s dtype=%s",
+        resolved.attention,
+        resolved.comm,
+        resolved.device,
+        resolved.dtype,
+    )
+    return resolved
+
+
+def _device(config: EngineConfig) -> str:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.device
+    if device == "auto":
+        device = "cuda" if visible else "cpu"
+    if device == "cuda" and config.tp > visible:
+        raise ConfigError(
+            f"tp={config.tp}: needs {config.tp} GPUs, {visible} visible; lower tp or set device=cpu"
+        )
+    return device
+
+
+def _choose(name: str, value: str, allowed: tuple[str, ...], device: str) -> str:
+    if value == "auto":
+        return allowed[0]
+    if value not in allowed:
+        raise ConfigError(
+            f"{name}={value!r}: on device {device} this engine has {', '.join(allowed)}; "
+            f"choose one of them or auto"
+        )
+    return value
+
+
+def _cores() -> int:
+    """Cores that this process may use, which a container or taskset may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_pages(config: EngineConfig, shape: ModelShape) -> int:
+    assert config.max_model_len is not None
+    itemsize = getattr(torch, config.dtype).itemsize
+    page_bytes = KVCache.bytes_per_page(shape, config.tp, config.page_size, itemsize)
+    wanted = config.max_num_seqs * -(-config.max_model_len // config.page_size)
+    affordable = config.cpu_kv_bytes // page_bytes
+    if affordable < 1:
+        raise ConfigError(
+            f"cpu_kv_bytes={config.cpu_kv_bytes}: one page of {config.page_size} tokens takes "
+            f"{page_bytes} bytes; raise it or lower page_size"
+        )
+    return min(wanted, affordable)

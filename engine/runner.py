@@ -1,0 +1,234 @@
+"""One rank: model, K/V cache, batch tensors, execution and sampling."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine import execution
+from engine.batch import ForwardBatch
+from engine.buffers import BatchBuffers, SamplingRows
+from engine.comm.base import Communicator
+from engine.comm.types import Site, StepInfo
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_cache import KVCache
+from engine.models.qwen import Qwen3ForCausalLM
+from engine.sampler import Sampler
+from engine.shape import ModelShape
+from engine.step import StepPlan
+from engine.steplog import StepLog
+from engine.weights import load_weights
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs step plans on one rank. `launch` enqueues a step, `collect` reads its ids back.
+
+    Args:
+        config: resolved (no `auto` left); `num_pages` may be None on a GPU.
+        agree: maps this rank's page count to the smallest of all ranks, so that every page id that
+            the scheduler hands out exists everywhere.
+
+    Attributes:
+        startup: seconds of load, compile, capture and warm-up; None for a phase that did not happen.
+        effective: the configuration that runs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: ModelShape,
+        comm: Communicator,
+        agree: Callable[[int], int] = lambda pages: pages,
+    ) -> None:
+        self.comm = comm
+        self.shape = shape
+        index = comm.rank if config.device == "cuda" else None
+        self.device = torch.device(config.device, index)
+        self._use_cache_dir(config.cache_dir)
+        begin = time.perf_counter()
+        assert config.max_model_len is not None
+        self.model = Qwen3ForCausalLM(
+            shape,
+            comm,
+            config.attention,
+            config.max_model_len,
+            getattr(torch, config.dtype),
+            self.device,
+        )
+        load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
+        num_pages = agree(config.num_pages or self._pages_that_fit(config))
+        self.config = replace(config, num_pages=num_pages)
+        self.kv_cache = self._cache(self.config, num_pages)
+        loaded = time.perf_counter()
+        self._buffers = self._new_buffers(self.config)
+        self._sampler = Sampler()
+        self._steps = StepLog()
+        self._execution = execution.build(self.model, self.kv_cache, config.compile)
+        self._ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        first_runs = self._warmup()
+        self.startup: dict[str, float | None] = {
+            "load_s": loaded - begin,
+            "compile_s": first_runs if config.compile != "off" else None,
+            "capture_s": None,
+            "warmup_s": first_runs if config.compile == "off" else None,
+        }
+        self.effective: dict[str, Any] = {**asdict(self.config), "mode": self._execution.mode}
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> torch.Tensor | None:
+        """Enqueues one step: forward, and where sequences sample, logits to rank 0, sampling there,
+        and the ids to every rank. Returns the ids [N] on the device, None if nothing samples."""
+        begin = time.perf_counter_ns()
+        batch, rows = self._buffers.fill(plan)
+        info = StepInfo(
+            plan.step,
+            plan.phase,
+            plan.num_seqs,
+            plan.num_tokens,
+            bucket=plan.num_tokens,
+            samples=len(rows.slots),
+            mode=self._execution.mode,
+        )
+        self.comm.step_begin(info)
+        ids = self._forward(batch, rows)
+        self.comm.step_end(info)
+        self._steps.append(plan, info.bucket, begin, time.perf_counter_ns())
+        return ids
+
+    def _forward(self, batch: ForwardBatch, rows: SamplingRows) -> torch.Tensor | None:
+        hidden = self._execution.run(batch)
+        count = len(rows.slots)
+        if not count:
+            return None
+        logits = self.model.compute_logits(hidden, batch)
+        ids = self._ids[:count]
+        if logits is not None:  # rank 0 alone has the whole vocabulary, and samples
+            ids.copy_(self._sampler(logits, rows.temperatures, rows.seeds, rows.positions))
+        self.comm.broadcast(ids, Site.TOKEN_IDS)
+        self._buffers.last_tokens.index_copy_(0, rows.slots, ids)
+        return ids
+
+    def collect(self, ids: torch.Tensor | None) -> list[int]:
+        """Waits for the step and returns its sampled ids in the order of the plan's rows."""
+        return [] if ids is None else ids.tolist()
+
+    def record_wall(self, begin_ns: int, end_ns: int) -> None:
+        """Adds the plan-to-collect time of the newest step to the step log (rank 0)."""
+        self._steps.set_wall(begin_ns, end_ns)
+
+    # -- what may be asked between steps ----------------------------------------------------------
+
+    def drain_steps(self) -> np.ndarray:
+        """The steps since the last call, as rows of steplog.STEP_DTYPE."""
+        return self._steps.drain()
+
+    def counters(self) -> dict[str, int]:
+        """Ever-growing counts of this rank's process."""
+        return {**execution.compile_counters(), "captures": 0, "triton_builds": 0}
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes: weights, K/V, and the peak (GPU: reserved by the allocator; CPU: resident set)."""
+        weights = {p.untyped_storage().data_ptr(): p.nbytes for p in self.model.parameters()}
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved(self.device)
+        else:
+            # ru_maxrss is in KiB on Linux (getrusage(2)).
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "weights_bytes": sum(weights.values()),
+            "kv_bytes": self.kv_cache.nbytes,
+            "graph_pool_bytes": None,
+            "peak_bytes": peak,
+        }
+
+    def close(self) -> None:
+        """Frees model and cache before the communicator goes; repeatable."""
+        if hasattr(self, "model"):
+            del self.model, self.kv_cache, self._execution, self._buffers
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.comm.close()
+
+    # -- start-up ---------------------------------------------------------------------------------
+
+    def _use_cache_dir(self, cache_dir: str | None) -> None:
+        """One compile cache a rank: ranks that share one race, and load each other's device code."""
+        if cache_dir is None:
+            return
+        root = Path(cache_dir) / f"rank{self.comm.rank}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
+        os.environ["TRITON_CACHE_DIR"] = str(root / "triton")
+
+    def _cache(self, config: EngineConfig, num_pages: int) -> KVCache:
+        dtype = getattr(torch, config.dtype)
+        return KVCache(
+            self.shape, self.comm.world, num_pages, config.page_size, dtype, self.device
+        )
+
+    def _new_buffers(self, config: EngineConfig) -> BatchBuffers:
+        assert config.max_model_len is not None
+        return BatchBuffers(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def _pages_that_fit(self, config: EngineConfig) -> int:
+        """Pages that the GPU holds beside the weights and the largest step's activations.
+
+        Raises:
+            ConfigError: not one page fits.
+        """
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        tokens = config.max_num_batched_tokens
+        buffers = self._new_buffers(config)
+        kv_cache = self._cache(config, num_pages=0)  # the dummy page alone
+        torch.cuda.reset_peak_memory_stats(self.device)
+        batch, _ = buffers.fill(StepPlan.dummy(config, tokens, page=0))
+        hidden = self.model(batch, kv_cache)
+        self.model.compute_logits(hidden, batch)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        del hidden, batch, kv_cache, buffers
+        torch.cuda.empty_cache()
+        itemsize = getattr(torch, config.dtype).itemsize
+        page = KVCache.bytes_per_page(self.shape, config.tp, config.page_size, itemsize)
+        pages = int(total * config.memory_utilization - peak) // page - 1
+        if pages < 1:
+            raise ConfigError(
+                f"memory_utilization={config.memory_utilization}: weights and activations take "
+                f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB and leave no room for a page; raise "
+                f"it, or lower max_num_batched_tokens"
+            )
+        return pages
+
+    @torch.inference_mode()
+    def _warmup(self) -> float:
+        """Runs each kind of forward once, on the dummy page; returns seconds."""
+        begin = time.perf_counter()
+        assert self.config.num_pages is not None
+        for tokens in self._execution.warmup_sizes():
+            plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
+            self._forward(*self._buffers.fill(plan))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin

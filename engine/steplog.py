@@ -1,0 +1,60 @@
+"""A rank's own record of its steps: always kept, five integers and two clocks a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.comm.types import Phase
+from engine.step import StepPlan
+
+PHASES = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
+
+STEP_DTYPE = np.dtype(
+    [
+        ("step", "i8"),
+        ("phase", "u1"),  # index into PHASES
+        ("batch", "i4"),
+        ("tokens", "i4"),
+        ("bucket", "i4"),
+        ("samples", "i4"),
+        ("begin_ns", "i8"),  # forward and sampling on this rank, time.perf_counter_ns
+        ("end_ns", "i8"),
+        ("wall_begin_ns", "i8"),  # rank 0: plan to collect; other ranks: as begin_ns, end_ns
+        ("wall_end_ns", "i8"),
+    ]
+)
+
+
+class StepLog:
+    """Structured rows that grow by doubling; `drain` hands them over and starts afresh."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._rows = np.zeros(capacity, STEP_DTYPE)
+        self._count = 0
+
+    def append(self, plan: StepPlan, bucket: int, begin_ns: int, end_ns: int) -> None:
+        if self._count == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        self._rows[self._count] = (
+            plan.step,
+            PHASES.index(plan.phase),
+            plan.num_seqs,
+            plan.num_tokens,
+            bucket,
+            int(plan.samples.sum()),
+            begin_ns,
+            end_ns,
+            begin_ns,
+            end_ns,
+        )
+        self._count += 1
+
+    def set_wall(self, begin_ns: int, end_ns: int) -> None:
+        """Stamps the newest row with the time from its plan to its collect."""
+        row = self._rows[self._count - 1]
+        row["wall_begin_ns"], row["wall_end_ns"] = begin_ns, end_ns
+
+    def drain(self) -> np.ndarray:
+        rows = self._rows[: self._count].copy()
+        self._count = 0
+        return rows
