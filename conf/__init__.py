@@ -1,0 +1,1 @@
+"""Configuration files; packed into a wheel as harness.conf."""
