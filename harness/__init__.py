@@ -1,0 +1,1 @@
+"""Measures an engine: plans points, runs them, and leaves long tables."""

@@ -1,0 +1,24 @@
+"""The engines that can be measured, by name."""
+
+from __future__ import annotations
+
+from harness.backends.base import Backend, BackendUnavailable
+
+NAMES = ("native",)
+
+
+def create(name: str = "native") -> Backend:
+    """A backend that has not been started.
+
+    Raises:
+        ValueError: no such backend.
+        BackendUnavailable: it is not installed.
+    """
+    if name == "native":
+        from harness.backends.native import NativeBackend
+
+        return NativeBackend()
+    raise ValueError(f"backend={name!r}: choose one of {', '.join(NAMES)}")
+
+
+__all__ = ["NAMES", "Backend", "BackendUnavailable", "create"]

@@ -1,0 +1,71 @@
+"""The figures that the metrics table may hold: name, unit, meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATS = ("value", "p50", "p90", "p99", "mean", "min", "max", "std", "ci_lo", "ci_hi")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    unit: str
+    meaning: str
+
+
+# One line a figure: name, unit (1 = a ratio or a count), meaning.
+_FIGURES = """
+output_tok_s      1/s  generated tokens / wall of the measured window
+total_tok_s       1/s  (prompt + generated tokens) / wall of the measured window
+prefill_tok_s     1/s  prompt tokens computed (cache hits excluded) / time in prefill steps
+decode_tok_s      1/s  tokens of pure decode steps / their time, measured directly
+tok_s_per_gpu     1/s  output_tok_s / GPUs; null on a CPU
+ttft              s    arrival to first token
+queue             s    arrival to the first step that held the request
+tpot              s    (last - first token) / (tokens - 1) of a request
+itl               s    gap between consecutive tokens of a request
+e2e               s    arrival to last token
+step_us           us   forward and sampling of a step; ranks reduced first (min, max)
+step_host_us      us   a step from plan to collect on rank 0
+schedule_us       us   collect of one step to plan of the next on rank 0
+padding           1    rows that a graph bucket added / bucket size
+preemptions       1    preemptions in the window
+cached_tokens     1    prompt tokens taken from the prefix cache in the window
+all_reduces_per_step  1  counted; a model of L layers has 2L+1, at TP=1 none
+gathers_per_step  1    counted, over steps that sample
+token_ids_per_step 1   counted: broadcasts of sampled ids
+expected_all_reduces_per_step 1  from the model's shape
+latency_us        us   one collective, waiting included, less the floor; ranks reduced first
+transfer_us       us   minimum of latency_us over ranks; null for rooted kinds
+wait_us           us   latency_us - transfer_us
+transfer_us_per_step us  sum over the all-reduces of a step
+wait_us_per_step  us   sum over the all-reduces of a step, of one rank; ranks reduced first
+algbw_GBps        GB/s bytes / transfer_us; rooted kinds: bytes / latency_us at the root
+busbw_GBps        GB/s algbw x 2(n-1)/n all_reduce, (n-1)/n gather, 1 broadcast
+comm_share        1    sum of latency_us / clean time of as many steps of the plain pass
+transfer_share    1    sum of transfer_us / the same time
+wait_share        1    sum of wait_us / the same time
+floor_us          us   what the timer reads round nothing, median; already taken off
+tick_us           us   smallest step of the timer; no percentile below two ticks is given
+below_floor       1    collectives whose latency_us is below zero
+instrument_us     us   (instrumented - clean step) / collectives of the step, medians
+instrument_share  1    (instrumented - clean step) / clean step, medians
+launch_gap_us     us   time of a step in which no kernel runs; needs the profiler pass
+weights_read_bytes B   weights that a decode step reads, of all ranks together
+kv_bytes          B    K/V that the median decode step reads and writes, of all ranks together
+step_bytes        B    bytes that the median decode step must move, of all ranks together
+step_flops        1    floating-point operations that the median decode step must do
+mbu               1    step_bytes / (step time x measured read bandwidth of all GPUs)
+mfu               1    step_flops / (step time x measured matmul rate of all GPUs)
+energy_j_per_token J   board energy of the window / generated tokens
+scaling_efficiency 1   output_tok_s(tp) / (tp x output_tok_s(1)), all else equal
+break_even_tokens 1    extra start-up time / time saved a token
+"""
+
+
+def _parse() -> dict[str, Figure]:
+    rows = (line.split(None, 2) for line in _FIGURES.strip().splitlines())
+    return {name: Figure(unit, meaning) for name, unit, meaning in rows}
+
+
+FIGURES: dict[str, Figure] = _parse()

@@ -1,0 +1,248 @@
+"""Parquet tables of points: written whole when a point ends, read a column at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness import schema
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+TableData = Mapping[str, Sequence[Any]]  # column name -> values, all of one length
+
+
+class StoreError(ValueError):
+    """A table that the catalogue does not allow, or a folder that cannot be read."""
+
+
+def arrow_schema(table: str) -> pa.Schema:
+    """The catalogue's table as a pyarrow schema; units and meanings are field metadata."""
+    import pyarrow as pa
+
+    types = {
+        "string": pa.string(),
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "bool": pa.bool_(),
+        "time": pa.timestamp("us", tz="UTC"),
+    }
+    fields = [
+        pa.field(
+            c.name,
+            types[c.dtype],
+            nullable=not c.required,
+            metadata={"unit": c.unit, "meaning": c.meaning},
+        )
+        for c in schema.TABLES[table]
+    ]
+    version = {"schema": f"rangefinder.{table}", "schema_version": str(schema.SCHEMA_VERSION)}
+    return pa.schema(fields, metadata=version)
+
+
+def to_arrow(table: str, data: TableData | pd.DataFrame) -> pa.Table:
+    """Columns in the catalogue's order; a column left out is null, NaN becomes null.
+
+    Raises:
+        StoreError: an unknown table or column, a null in a required column, an infinite number, a
+            value of another type, columns of different lengths.
+    """
+    import pyarrow as pa
+
+    if table not in schema.TABLES:
+        raise StoreError(f"table {table!r}: choose one of {', '.join(schema.TABLES)}")
+    target = arrow_schema(table)
+    unknown = [name for name in data if name not in target.names]
+    if unknown:
+        raise StoreError(f"{table}: columns {unknown} are not in the catalogue (harness/schema.py)")
+    lengths = {name: len(data[name]) for name in data}
+    if len(set(lengths.values())) > 1:
+        raise StoreError(f"{table}: columns of different lengths: {lengths}")
+    rows = next(iter(lengths.values()), 0)
+    arrays = []
+    for field in target:
+        if field.name not in data:
+            array = pa.nulls(rows, field.type)
+        else:
+            array = _convert(table, field, data[field.name])
+        if not field.nullable and array.null_count:
+            raise StoreError(f"{table}.{field.name}: {array.null_count} of {rows} values are null")
+        arrays.append(array)
+    return pa.Table.from_arrays(arrays, schema=target)
+
+
+def _convert(table: str, field: pa.Field, values: Any) -> pa.Array:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        array = pa.array(values, from_pandas=True)
+        if field.type != pa.string() or array.type == pa.null():
+            array = array.cast(field.type, safe=True)
+        if isinstance(array, pa.ChunkedArray):
+            array = array.combine_chunks()
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise StoreError(f"{table}.{field.name} holds {field.type}: {error}") from error
+    if pa.types.is_large_string(array.type):
+        array = array.cast(pa.string())
+    if array.type != field.type:
+        raise StoreError(f"{table}.{field.name} holds {field.type}, not {array.type}")
+    if pa.types.is_floating(array.type) and pc.any(pc.is_inf(array)).as_py():
+        raise StoreError(f"{table}.{field.name}: an infinite value; a missing figure is null")
+    return array
+
+
+def write_point(out_dir: Path, tables: Mapping[str, TableData | pd.DataFrame]) -> None:
+    """Writes `<out_dir>/<table>.parquet` for each; all are checked before the first is written.
+
+    Raises:
+        StoreError: see `to_arrow`; or no points table, without which the point would be lost.
+    """
+    import pyarrow.parquet as pq
+
+    arrow = {name: to_arrow(name, data) for name, data in tables.items()}
+    if "points" not in arrow or arrow["points"].num_rows == 0:
+        raise StoreError("a point needs at least one row in the table points")
+    wrong = set(arrow["points"]["status"].to_pylist()) - set(schema.STATUSES)
+    if wrong:
+        raise StoreError(f"status {sorted(wrong)}: choose among {', '.join(schema.STATUSES)}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, table in arrow.items():
+        pq.write_table(table, out_dir / f"{name}.parquet", compression="zstd")
+
+
+class Results:
+    """The tables of one run. Nothing is read before it is asked for.
+
+    `results.metrics` is the whole table; `results.table("collectives", ["latency_us"])` reads that
+    column alone from every point's file. Integers and booleans are pandas' nullable types, so that
+    a missing value stays missing.
+    """
+
+    def __init__(self, run_dir: Path, tables: Sequence[str], columns: Sequence[str] | None) -> None:
+        self.run_dir = run_dir
+        self._tables = tuple(tables)
+        self._columns = columns
+
+    def files(self, table: str) -> list[Path]:
+        """One file a finished point that has the table; folders still being written start with a
+        dot and are not seen."""
+        found = sorted(self.run_dir.glob(f"points/*/{table}.parquet"))
+        return [path for path in found if not path.parent.name.startswith(".")]
+
+    def table(self, name: str, columns: Iterable[str] | None = None) -> pd.DataFrame:
+        """The rows of all points; `columns` in the order given.
+
+        Raises:
+            KeyError: no such table or column.
+            StoreError: a file of another schema version.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if name not in self._tables:
+            raise KeyError(f"table {name!r} was not loaded: choose one of {self._tables}")
+        wanted = list(columns if columns is not None else (self._columns or ()))
+        wanted = [schema.column(name, c).name for c in wanted]
+        wanted = wanted or [c.name for c in schema.TABLES[name]]
+        empty = pa.schema([arrow_schema(name).field(c) for c in wanted]).empty_table()
+        parts = []
+        for path in self.files(name):
+            with pq.ParquetFile(path) as file:
+                _check_version(path, file.schema_arrow.metadata)
+                parts.append(file.read(columns=wanted).select(wanted))
+        merged = pa.concat_tables(parts or [empty], promote_options="permissive")
+        return merged.to_pandas(types_mapper=_pandas_type)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *schema.TABLES]
+
+    @cached_property
+    def points(self) -> pd.DataFrame:
+        return self.table("points")
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        return self.table("metrics")
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        return self.table("steps")
+
+    @cached_property
+    def collectives(self) -> pd.DataFrame:
+        return self.table("collectives")
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        return self.table("requests")
+
+    @cached_property
+    def phases(self) -> pd.DataFrame:
+        return self.table("phases")
+
+    @cached_property
+    def memory(self) -> pd.DataFrame:
+        return self.table("memory")
+
+    @cached_property
+    def telemetry(self) -> pd.DataFrame:
+        return self.table("telemetry")
+
+
+def load(
+    run_dir: str | Path,
+    tables: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Results:
+    """Opens a run's folder; `tables` limits which may be asked for, `columns` what they hold.
+
+    Raises:
+        StoreError: no such folder.
+        KeyError: no such table.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise StoreError(f"{path}: no such run folder")
+    chosen = list(tables) if tables is not None else list(schema.TABLES)
+    for name in chosen:
+        schema.column(name, "point_id")
+    return Results(path, chosen, columns)
+
+
+def _check_version(path: Path, metadata: Mapping[bytes, bytes] | None) -> None:
+    found = (metadata or {}).get(b"schema_version", b"none").decode()
+    if found != str(schema.SCHEMA_VERSION):
+        raise StoreError(
+            f"{path}: schema version {found}, this harness reads {schema.SCHEMA_VERSION}; read it "
+            "with the version that wrote it"
+        )
+
+
+def _pandas_type(kind: pa.DataType) -> Any:
+    import pandas as pd
+    import pyarrow as pa
+
+    return {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}.get(kind)
+
+
+def jsonable(value: Any) -> Any:
+    """A copy that JSON can hold: tuples become lists, NaN and infinities None, numpy scalars plain
+    numbers, times ISO 8601 text."""
+    if isinstance(value, Mapping):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(v) for v in value]
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat()
+    if hasattr(value, "item") and not isinstance(value, str):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
