@@ -28,7 +28,7 @@ class SamplingRows:
 
 
 class _Buffer:
-    """A host array and its device tensor: one memory on a CPU, pinned memory and a copy on a GPU."""
+    """A host array and its device tensor: one memory on a CPU, pinned and copied on a GPU."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         on_gpu = device.type == "cuda"

@@ -91,6 +91,8 @@ class EngineConfig:
                 f"max_num_seqs={self.max_num_seqs}, or a full decode step would not fit"
             )
         if not 0 < self.memory_utilization <= 1:
-            raise ConfigError(f"memory_utilization={self.memory_utilization}: give a value in (0, 1]")
+            raise ConfigError(
+                f"memory_utilization={self.memory_utilization}: give a value in (0, 1]"
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: give an integer in [0, 2^63)")

@@ -1,4 +1,4 @@
-"""The engine's step as three calls: plan (scheduler, host), launch (enqueue), collect (ids, finish)."""
+"""The engine's step as three calls: plan (scheduler), launch (enqueue), collect (ids, finish)."""
 
 from __future__ import annotations
 

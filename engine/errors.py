@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """An engine configuration that cannot run; raised before a process starts or a weight is read."""
+    """An engine configuration that cannot run; raised before a process or a weight is touched."""
 
 
 class RequestError(ValueError):

@@ -87,4 +87,5 @@ class Failed:
     rank: int
     traceback: str
     at_s: float
-    config_error: str | None = None
+    # Class name and message of an error that the user can mend (configuration, checkpoint).
+    user_error: tuple[str, str] | None = None

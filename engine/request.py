@@ -105,7 +105,7 @@ class RequestOutput:
         e2e_s: arrival to last token.
         token_times_s: when each token was handed out, `time.perf_counter()` seconds.
         cached_tokens: prompt tokens taken from the prefix cache at first admission.
-        text: decoded output; None when the engine has no tokenizer.
+        text: decoded output; None when the prompt was given as ids.
     """
 
     request_id: str

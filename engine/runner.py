@@ -42,7 +42,7 @@ class Runner:
             the scheduler hands out exists everywhere.
 
     Attributes:
-        startup: seconds of load, compile, capture and warm-up; None for a phase that did not happen.
+        startup: seconds of load, compile, capture and warm-up; None: the phase did not happen.
         effective: the configuration that runs.
     """
 
@@ -168,7 +168,7 @@ class Runner:
     # -- start-up ---------------------------------------------------------------------------------
 
     def _use_cache_dir(self, cache_dir: str | None) -> None:
-        """One compile cache a rank: ranks that share one race, and load each other's device code."""
+        """One compile cache a rank: ranks that share one race and load each other's code."""
         if cache_dir is None:
             return
         root = Path(cache_dir) / f"rank{self.comm.rank}"
@@ -177,9 +177,7 @@ class Runner:
 
     def _cache(self, config: EngineConfig, num_pages: int) -> KVCache:
         dtype = getattr(torch, config.dtype)
-        return KVCache(
-            self.shape, self.comm.world, num_pages, config.page_size, dtype, self.device
-        )
+        return KVCache(self.shape, self.comm.world, num_pages, config.page_size, dtype, self.device)
 
     def _new_buffers(self, config: EngineConfig) -> BatchBuffers:
         assert config.max_model_len is not None
@@ -216,8 +214,8 @@ class Runner:
         if pages < 1:
             raise ConfigError(
                 f"memory_utilization={config.memory_utilization}: weights and activations take "
-                f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB and leave no room for a page; raise "
-                f"it, or lower max_num_batched_tokens"
+                f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB and leave no room for a page; "
+                f"raise it, or lower max_num_batched_tokens"
             )
         return pages
 

@@ -48,7 +48,7 @@ class StepPlan:
         slots: [S] row of each sequence in the ranks' block tables and last-token buffer.
         starts: [S] first position computed; query_lens: [S] how many.
         samples: [S] whether the sequence samples after this step.
-        token_ids: [T] input ids; -1: the last token sampled in that slot, which stands on the device.
+        token_ids: [T] input ids; -1: the last token sampled in that slot, which is on the device.
         page_starts, page_counts: [S] where in its block-table row new pages go, and how many;
             pages: those page ids, concatenated. Only what the ranks do not know yet is sent.
         temperatures: [S] float32, 0 is greedy; seeds: [S].
@@ -119,8 +119,8 @@ class StepPlan:
 
     @classmethod
     def dummy(cls, config: EngineConfig, tokens: int, page: int) -> StepPlan:
-        """Prompt chunks of up to `tokens` in all, whose K/V goes to `page` alone: for warm-up and for
-        measuring memory. `config` is resolved; no sequence passes max_model_len."""
+        """Prompt chunks of up to `tokens` in all, whose K/V goes to `page` alone: for warm-up and
+        for measuring memory. `config` is resolved; no sequence passes max_model_len."""
         limit = config.max_model_len
         assert limit is not None
         tokens = min(tokens, config.max_num_batched_tokens, config.max_num_seqs * limit)

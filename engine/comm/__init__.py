@@ -1,4 +1,4 @@
-"""Communication among the ranks of one engine; the only package here that knows torch.distributed."""
+"""Communication among the ranks of one engine; alone in knowing torch.distributed."""
 
 from engine.comm.base import Communicator
 from engine.comm.solo import SoloCommunicator

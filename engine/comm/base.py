@@ -1,4 +1,4 @@
-"""The communicator that the tensor-parallel layers call; observers are attached here and nowhere else."""
+"""The communicator that the tensor-parallel layers call; observers attach here and only here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 class Communicator(ABC):
     """Sums and gathers among the ranks of one engine.
 
-    Layers call `all_reduce`, `gather`, `linear_all_reduce` and `reduce_add_norm`; a faster form of the
-    last two overrides them and changes no layer. Every form issues the same collectives in the same
-    order, so counts, sites and observers do not depend on it.
+    Layers call `all_reduce`, `gather`, `linear_all_reduce` and `reduce_add_norm`; a faster form of
+    the last two overrides them and changes no layer. Every form issues the same collectives in the
+    same order, so counts, sites and observers do not depend on it.
 
     Attributes:
         rank, world: this rank and the number of ranks.
@@ -60,8 +60,8 @@ class Communicator(ABC):
     def linear_all_reduce(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
     ) -> torch.Tensor:
-        """x [T, I/world], weight [H, I/world] -> the full [T, H]; the bias is added on rank 0 alone,
-        so that the sum holds it once."""
+        """x [T, I/world], weight [H, I/world] -> the full [T, H]; the bias is added on rank 0
+        alone, so that the sum holds it once."""
         return self.all_reduce(F.linear(x, weight, bias if self.rank == 0 else None), site)
 
     def reduce_add_norm(
@@ -89,19 +89,23 @@ class Communicator(ABC):
     # -- operator bodies --------------------------------------------------------------------------
 
     def run_all_reduce(self, x: torch.Tensor, site: Site) -> None:
-        if not self._observers:
-            return self._all_reduce(x)
-        self._observed(Kind.ALL_REDUCE, site, x, x.nbytes, lambda: self._all_reduce(x))
+        if self._observers:
+            self._observed(Kind.ALL_REDUCE, site, x, x.nbytes, lambda: self._all_reduce(x))
+        else:
+            self._all_reduce(x)
 
     def run_gather(self, x: torch.Tensor, out: torch.Tensor, site: Site) -> None:
-        if not self._observers:
-            return self._gather(x, out)
-        self._observed(Kind.GATHER, site, x, x.nbytes * self.world, lambda: self._gather(x, out))
+        if self._observers:
+            nbytes = x.nbytes * self.world
+            self._observed(Kind.GATHER, site, x, nbytes, lambda: self._gather(x, out))
+        else:
+            self._gather(x, out)
 
     def run_broadcast(self, x: torch.Tensor, site: Site) -> None:
-        if not self._observers:
-            return self._broadcast(x)
-        self._observed(Kind.BROADCAST, site, x, x.nbytes, lambda: self._broadcast(x))
+        if self._observers:
+            self._observed(Kind.BROADCAST, site, x, x.nbytes, lambda: self._broadcast(x))
+        else:
+            self._broadcast(x)
 
     def _observed(
         self, kind: Kind, site: Site, x: torch.Tensor, nbytes: int, run: Callable[[], None]
@@ -125,14 +129,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def _gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x [N, V/world] of every rank into out [world, N, V/world] at rank 0 (out is empty elsewhere)."""
+        """x [N, V/world] of each rank into rank 0's out [world, N, V/world] (empty elsewhere)."""
 
     @abstractmethod
     def _broadcast(self, x: torch.Tensor) -> None:
         """Rank 0's x into every rank's x."""
 
+    @abstractmethod
     def barrier(self) -> None:
-        """Returns when every rank has called it; not a collective of the model, so not observed."""
+        """Returns when every rank has called it; not part of the model, so not observed."""
 
     def close(self) -> None:
         """Leaves the registry; repeatable."""

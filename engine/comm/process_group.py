@@ -23,9 +23,7 @@ class ProcessGroupCommunicator(Communicator):
         self.path = backend
         timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(store_path, world)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timeout
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
     def _all_reduce(self, x: torch.Tensor) -> None:
         dist.all_reduce(x)

@@ -1,4 +1,4 @@
-"""What is said about a collective: its kind, its place in the model, its size; and who may listen."""
+"""What is said about a collective: its kind, place in the model and size; and who may listen."""
 
 from __future__ import annotations
 

@@ -1,0 +1,74 @@
+"""A Qwen3 engine: paged K/V, continuous batching, tensor parallelism, observed collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.comm import (
+        Collective,
+        CollectiveObserver,
+        Communicator,
+        Kind,
+        ObserverFactory,
+        Phase,
+        Site,
+        SoloCommunicator,
+        StepInfo,
+    )
+    from engine.config import EngineConfig
+    from engine.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+    from engine.llm import LLM
+    from engine.request import FinishReason, RequestOutput, SamplingParams
+    from engine.shape import ModelShape
+
+_HOMES = {
+    "engine.comm": (
+        "Collective",
+        "CollectiveObserver",
+        "Communicator",
+        "Kind",
+        "ObserverFactory",
+        "Phase",
+        "Site",
+        "SoloCommunicator",
+        "StepInfo",
+    ),
+    "engine.config": ("EngineConfig",),
+    "engine.errors": ("CheckpointError", "ConfigError", "EngineDeadError", "RequestError"),
+    "engine.llm": ("LLM",),
+    "engine.request": ("FinishReason", "RequestOutput", "SamplingParams"),
+    "engine.shape": ("ModelShape",),
+}
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "Collective",
+    "CollectiveObserver",
+    "Communicator",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "FinishReason",
+    "Kind",
+    "ModelShape",
+    "ObserverFactory",
+    "Phase",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Site",
+    "SoloCommunicator",
+    "StepInfo",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported at first use: torch takes seconds, EngineConfig needs none of it."""
+    for module, names in _HOMES.items():
+        if name in names:
+            import importlib
+
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
