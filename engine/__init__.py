@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported at first use: torch takes seconds, EngineConfig needs none of it."""
+    """Public names are imported at first use: torch takes seconds, EngineConfig needs none."""
     for module, names in _HOMES.items():
         if name in names:
             import importlib

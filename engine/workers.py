@@ -49,7 +49,7 @@ class RankChannels:
 def rank_main(
     rank: int, config: EngineConfig, shape: ModelShape, store_path: str, channels: RankChannels
 ) -> None:
-    """A rank's process from start to end; it reports an exception to the caller and exits with 1."""
+    """A rank's process; it reports an exception to the caller and exits with 1."""
     # Ctrl-C reaches the whole process group; the caller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
