@@ -1,0 +1,221 @@
+"""Writes the parts of the documentation that follow from the code.
+
+    python scripts/docs.py            rewrite them
+    python scripts/docs.py --check    change nothing; exit 1 and name the files that are stale
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. The names:
+`tree` from the modules' docstrings; `settings` from harness/config.py, where the comment behind a
+field is its meaning; `presets` from conf/, the first comment of each file; `tables` from
+harness/schema.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+TREE_WIDTH = 110  # columns; a page of a code host shows about 115
+TREE_NAMES = 24  # column at which descriptions start
+# What has no docstring to take the description from.
+TREE_OTHER = {
+    "conf": "the Hydra configuration; packed into a wheel as harness/conf",
+    "results": "published tables, how to read them and how to submit; runs/ is not kept in git",
+    "tests": "mirrors engine/ and harness/; gpu/ needs a device",
+    "docs": "architecture; every option; every column",
+    "scripts": "writes the generated parts of the documentation",
+}
+
+
+# -- the file tree --------------------------------------------------------------------------------
+
+
+def summary(path: Path) -> str:
+    """First sentence of a module's docstring, without its full stop."""
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = " ".join(doc.split("\n\n")[0].split())
+    return re.split(r"\.(?:\s|$)", first)[0]
+
+
+def tree_line(depth: int, label: str, text: str) -> str:
+    """One line; a description that does not fit is cut at its last whole clause."""
+    head = f"{'  ' * depth}{label}".ljust(TREE_NAMES)
+    room = TREE_WIDTH - len(head)
+    while len(text) > room:
+        shorter = re.sub(r"(?:[;:,]|\s\()[^;:,(]*$", "", text)
+        text = shorter if shorter != text else text[:room].rsplit(" ", 1)[0]
+    return f"{head}{text}".rstrip()
+
+
+def package_lines(folder: Path, depth: int) -> Iterator[str]:
+    init = folder / "__init__.py"
+    yield tree_line(depth, f"{folder.name}/", summary(init) if init.exists() else "")
+    for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
+        if path.is_dir() and any(path.glob("*.py")):
+            yield from package_lines(path, depth + 1)
+        elif path.suffix == ".py" and path.name != "__init__.py":
+            yield tree_line(depth + 1, path.name, summary(path))
+
+
+def group_lines(folder: Path) -> Iterator[str]:
+    yield tree_line(0, f"{folder.name}/", TREE_OTHER[folder.name])
+    for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
+        if path.suffix == ".yaml":
+            yield tree_line(1, path.name, "")
+        elif names := sorted(p.stem for p in path.glob("*.yaml") if path.is_dir()):
+            yield tree_line(1, f"{path.name}/", " ".join(names))
+
+
+def tree() -> str:
+    lines: list[str] = []
+    for package in ("engine", "harness", "experiments"):
+        lines += package_lines(ROOT / package, 0)
+    lines += group_lines(ROOT / "conf")
+    for folder in ("results", "tests", "docs", "scripts"):
+        lines.append(tree_line(0, f"{folder}/", TREE_OTHER[folder]))
+    return "\n".join(["```", *lines, "```"])
+
+
+# -- settings and presets -------------------------------------------------------------------------
+
+
+def field_comments(source: str) -> dict[tuple[str, str], str]:
+    """(class, field) -> the comment behind the field; comment lines directly below continue it."""
+    lines = source.splitlines()
+    comments: dict[tuple[str, str], str] = {}
+    for node in ast.parse(source).body:
+        for item in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                assert isinstance(node, ast.ClassDef) and item.end_lineno and item.end_col_offset
+                found = [lines[item.end_lineno - 1][item.end_col_offset :].strip()]
+                for line in lines[item.end_lineno :]:
+                    if not line.strip().startswith("#"):
+                        break
+                    found.append(line.strip())
+                text = " ".join(part.lstrip("# ") for part in found).strip()
+                comments[node.name, item.target.id] = text
+    return comments
+
+
+def setting_rows(cls: Any, comments: dict[tuple[str, str], str], prefix: str = "") -> Iterator[str]:
+    from harness.config import CHOICES
+
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from setting_rows(hint, comments, f"{key}.")
+            continue
+        meaning = comments.get((cls.__name__, field.name), "").replace("|", r"\|")
+        if not meaning:
+            where = f"{cls.__name__}.{field.name}"
+            raise SystemExit(f"harness/config.py: {where} has no comment behind it")
+        kind = " or ".join(f"`{c}`" for c in CHOICES.get(key, ())) or type_name(hint)
+        yield f"| `{key}` | {kind} | `{yaml_value(field.default)}` | {meaning} |"
+
+
+def type_name(hint: Any) -> str:
+    names = {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
+    parts = [names[t] for t in typing.get_args(hint) or (hint,) if t is not type(None)]
+    return " or ".join([*parts, *(["`null`"] if type(None) in typing.get_args(hint) else [])])
+
+
+def yaml_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def settings() -> str:
+    from harness.config import BenchConfig
+
+    comments = field_comments((ROOT / "harness" / "config.py").read_text(encoding="utf-8"))
+    head = ["| setting | value | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *setting_rows(BenchConfig, comments)])
+
+
+def first_comment(path: Path) -> str:
+    """The comment that opens a YAML file, without its `@package` line and its command line."""
+    lines: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith(("# @package", "# python -m")):
+            lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+def presets() -> str:
+    lines = ["| preset | what it sets |", "|---|---|"]
+    for path in sorted((ROOT / "conf").glob("*/*.yaml")):
+        group = path.parent.name
+        plus = "+" if group == "experiment" else ""
+        lines.append(f"| `{plus}{group}={path.stem}` | {first_comment(path) or listed(path)} |")
+    return "\n".join(lines)
+
+
+def listed(path: Path) -> str:
+    """`key: value` lines of a preset too plain to need a comment."""
+    body = [x for x in path.read_text(encoding="utf-8").splitlines() if x and x[0] != "#"]
+    return ", ".join(f"`{line}`" for line in body)
+
+
+def tables() -> str:
+    from harness.schema import markdown
+
+    return markdown().strip()
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+FILES = {
+    "README.md": {"tree": tree},
+    "docs/config.md": {"settings": settings, "presets": presets},
+    "docs/tables.md": {"tables": tables},
+}
+
+
+def replaced(text: str, name: str, body: str) -> str:
+    begin, end = f"<!-- generated: {name} -->", f"<!-- end of {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"generated part {name}: needs {begin!r} and {end!r}, once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{body}\n{end}{rest.split(end)[1]}"
+
+
+def regenerate(root: Path, write: bool) -> list[str]:
+    """Names of files whose generated parts differ from the code; rewritten if `write`."""
+    stale = []
+    for name, parts in FILES.items():
+        path = root / name
+        old = new = path.read_text(encoding="utf-8")
+        for part, body in parts.items():
+            new = replaced(new, part, body())
+        if new != old:
+            stale.append(name)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return stale
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Generate documentation from the code.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    check = parser.parse_args(argv).check
+    stale = regenerate(ROOT, write=not check)
+    for name in stale:
+        print(f"{name}: {'stale; run python scripts/docs.py' if check else 'rewritten'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
