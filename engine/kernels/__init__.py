@@ -1,0 +1,1 @@
+"""Kernels, each with its PyTorch reference in the same file."""

@@ -1,0 +1,24 @@
+"""Writes the K/V of a step's tokens into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """PyTorch reference.
+
+    Args:
+        k, v: [T, kv_heads, head_dim], any strides.
+        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], written in place.
+        slot_mapping: [T] int64, page * page_size + offset; several rows may name the dummy page's
+            slots, and what stands there afterwards is any one of them.
+    """
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)

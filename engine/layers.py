@@ -1,0 +1,90 @@
+"""Layers without a weight to shard: RMSNorm, rotary embedding, SwiGLU's activation.
+
+Shapes: T tokens, H hidden, h heads, D head_dim, I intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.weights import CheckpointTensor, whole
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in float32."""
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        weight = torch.empty(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    @overload
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """norm(x), or with a residual (norm(x + residual), x + residual).
+
+        The sum is formed in float32 and normalised before it is rounded; what is carried on is the
+        sum in x's dtype. The normalised value is rounded to x's dtype before the weight multiplies
+        it, as in transformers.
+        """
+        if residual is None:
+            return self._normed(x.float()).to(x.dtype) * self.weight
+        total = x.float() + residual.float()
+        return self._normed(total).to(x.dtype) * self.weight, total.to(x.dtype)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
+        return {f"{path}.weight": whole(self.weight)}
+
+
+class RotaryEmbedding(nn.Module):
+    """Table of cosines and sines, float32: row p holds cos, then sin, of p * theta^(-2i/D) for
+    i = 0 .. D/2-1."""
+
+    table: torch.Tensor
+
+    def __init__(
+        self, head_dim: int, max_positions: int, theta: float, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions [T] -> their rows [T, 1, D], looked up once a step for all layers."""
+        return self.table[positions].unsqueeze(1)
+
+
+def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Rotates pair (i, i + D/2) of each head of x [T, h, D] by the angle of its position, in
+    float32 (transformers' rotate_half layout); rotary [T, 1, D] comes from RotaryEmbedding."""
+    cos, sin = rotary.chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class SiluAndMul(nn.Module):
+    """x [T, 2I], gate then up -> silu(gate) * up [T, I]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
