@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-# Before transformers is imported anywhere: a test that would ask a hub fails at once and everywhere.
+# Before transformers is imported anywhere: a test that would ask a hub fails, here as in CI.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
