@@ -27,7 +27,7 @@ itl               s    gap between consecutive tokens of a request
 e2e               s    arrival to last token
 step_us           us   forward and sampling of a step; ranks reduced first (min, max)
 step_host_us      us   a step from plan to collect on rank 0
-schedule_us       us   collect of one step to plan of the next on rank 0
+between_steps_us  us   end of one step to begin of the next on rank 0, idle time included
 padding           1    rows that a graph bucket added / bucket size
 preemptions       1    preemptions in the window
 cached_tokens     1    prompt tokens taken from the prefix cache in the window
@@ -51,10 +51,10 @@ below_floor       1    collectives whose latency_us is below zero
 instrument_us     us   (instrumented - clean step) / collectives of the step, medians
 instrument_share  1    (instrumented - clean step) / clean step, medians
 launch_gap_us     us   time of a step in which no kernel runs; needs the profiler pass
-weights_read_bytes B   weights that a decode step reads, of all ranks together
-kv_bytes          B    K/V that the median decode step reads and writes, of all ranks together
-step_bytes        B    bytes that the median decode step must move, of all ranks together
-step_flops        1    floating-point operations that the median decode step must do
+weights_read_bytes B   weights that a decode step reads, of all ranks
+kv_bytes          B    K/V that a decode step reads and writes, mean over the steps, of all ranks
+step_bytes        B    bytes that a decode step must move, mean over the steps, of all ranks
+step_flops        1    floating-point operations of a decode step, mean over the steps
 mbu               1    step_bytes / (step time x measured read bandwidth of all GPUs)
 mfu               1    step_flops / (step time x measured matmul rate of all GPUs)
 energy_j_per_token J   board energy of the window / generated tokens

@@ -153,9 +153,11 @@ def git() -> dict[str, Any]:
     return {"sha": ask("rev-parse", "HEAD"), "dirty": None if changed is None else changed != ""}
 
 
-def fingerprint(machine: dict[str, Any]) -> str:
+def fingerprint(machine: dict[str, Any] | None = None) -> str:
     """12 hexadecimal digits of what makes two machines comparable: CPU, cores, memory to a GiB, the
-    GPUs and their driver, the operating system."""
+    GPUs and their driver, the operating system. Of this machine by default."""
+    if machine is None:
+        return str(capture()["fingerprint"])
     memory = machine.get("memory_bytes")
     what = {
         "cpu": machine.get("cpu"),

@@ -89,7 +89,7 @@ output_tokens int    tokens generated tokens of the window, counted
 cached_tokens int    tokens prompt tokens taken from the prefix cache
 preemptions  int     - preemptions in the window
 stop_reason  string  - why no further repeat was made: noise, max_repeats or wall_limit
-rel_noise    float   1 standard deviation / mean of output_tok_s over the repeats
+rel_noise    float   1 standard deviation / median of output_tok_s over the repeats
 counters     string  - what the engine's counters grew by in the window, as JSON
 started_at   time    UTC when the repeat began
 wall_s       float   s wall time of the measured window

@@ -1,0 +1,109 @@
+"""What one rank hands over after an instrumented pass: rows in arrays, names beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.comm.types import Phase
+
+PHASES = tuple(phase.value for phase in Phase)  # prefill, decode, mixed: the codes 0, 1, 2
+
+STEP_DTYPE = np.dtype(
+    [
+        ("step", "i8"),
+        ("phase", "u1"),
+        ("batch", "i4"),
+        ("tokens", "i4"),
+        ("bucket", "i4"),
+        ("samples", "i4"),
+        ("mode", "u1"),
+        ("begin_ns", "i8"),
+        ("end_ns", "i8"),
+    ]
+)
+
+COLLECTIVE_DTYPE = np.dtype(
+    [
+        ("step", "i8"),
+        ("ordinal", "i4"),
+        ("kind", "u1"),
+        ("site", "u1"),
+        ("bytes", "i8"),
+        ("dtype", "u1"),
+        ("path", "u1"),
+        ("before_ns", "i8"),
+        ("after_ns", "i8"),
+    ]
+)
+
+
+class Rows:
+    """A structured array that grows by doubling, so that appending allocates rarely."""
+
+    def __init__(self, dtype: np.dtype[Any], capacity: int = 4096) -> None:
+        self.array = np.zeros(capacity, dtype)
+        self.count = 0
+
+    def append(self, row: tuple[int, ...]) -> int:
+        """Returns the row's index."""
+        if self.count == len(self.array):
+            self.array = np.concatenate([self.array, np.zeros_like(self.array)])
+        index = self.count
+        self.array[index] = row
+        self.count += 1
+        return index
+
+    def taken(self) -> np.ndarray:
+        return self.array[: self.count].copy()
+
+
+class Names:
+    """Small codes for repeated strings."""
+
+    def __init__(self) -> None:
+        self._codes: dict[str, int] = {}
+
+    def code(self, name: str) -> int:
+        return self._codes.setdefault(name, len(self._codes))
+
+    def tuple(self) -> tuple[str, ...]:
+        return tuple(self._codes)
+
+
+@dataclass(slots=True)
+class HostRecord:
+    """One rank's steps and collectives, timed by the host's clock.
+
+    Attributes:
+        steps: STEP_DTYPE; `mode` is an index into `modes`.
+        collectives: COLLECTIVE_DTYPE; kind and site are the engine's numbers, dtype and path
+            indices into `dtypes` and `paths`; after_ns is 0 where the collective did not return.
+        floor_ns: what the same pair reads round nothing, median; tick_ns: the clock's step.
+    """
+
+    rank: int
+    world: int
+    steps: np.ndarray
+    collectives: np.ndarray
+    floor_ns: int
+    tick_ns: int
+    modes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class CountRecord:
+    """One rank's counts.
+
+    Attributes:
+        steps: {step: {(kind, site): [count, bytes]}} with the engine's labels; a step without
+            collectives is there with an empty dict.
+    """
+
+    rank: int
+    world: int
+    steps: dict[int, dict[tuple[str, str], list[int]]] = field(default_factory=dict)
