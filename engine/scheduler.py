@@ -1,0 +1,300 @@
+"""Scheduler: which tokens of which requests the next step computes (continuous batching)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from engine.blocks import BlockPool
+from engine.errors import RequestError
+from engine.request import FinishReason, Request
+from engine.step import ScheduledSeq
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: its sequences in the order of the forward, and the requests preempted for it."""
+
+    seqs: list[ScheduledSeq]
+    preempted: list[Request]
+
+
+class Scheduler:
+    """Serves requests first come, first served, under a token budget per step.
+
+    Each step serves, in this order: every running request that has one token left to compute (one
+    token each; the budget covers max_num_seqs, so decoding never waits for prompts), then running
+    prompts, in chunks cut wherever the budget ends, then new requests from the head of the queue.
+
+    A request is admitted only when pages for all its known tokens are free, and takes them then,
+    so only decoding makes it grow. When the pool is empty, the most recently admitted request is
+    preempted: it gives up its pages and slot, returns to the head of the queue and is recomputed
+    from prompt + output, less what the prefix cache still holds. The oldest request is never
+    preempted for another and fits the pool alone (`add` checks that), so every step makes progress.
+    A step that preempts admits nobody, and a head that did not fit is tried again only after pages
+    were released; otherwise each step would look up its prefix, at a cost linear in its length.
+
+    Work per step is linear in the batch and in the tokens computed, and flat in context length.
+
+    Args:
+        max_num_seqs: requests that hold a slot and pages at once.
+        max_num_batched_tokens: query tokens of one step; at least max_num_seqs.
+        max_model_len: prompt + output tokens of a request at most.
+        eos_token_ids: tokens that end a request unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        assert 1 <= max_num_seqs <= max_num_batched_tokens, (max_num_seqs, max_num_batched_tokens)
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._requests: dict[str, Request] = {}  # every request that has not finished
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in order of admission
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._in_flight: Schedule | None = None
+        self._aborted: set[Request] = set()  # to be finished when their step is collected
+        self._releases = 0  # how often a request has given up its pages
+        self._unfit: tuple[Request, int] | None = None  # head that did not fit, releases by then
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestError: it can never be served, or its id is in use.
+        """
+        prompt, most = len(request.prompt_ids), request.params.max_tokens
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request_id={request.request_id!r} is in use: give each request an id of its own"
+            )
+        if prompt == 0:
+            raise RequestError("the prompt has no tokens: give at least 1")
+        if prompt >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt} tokens, but max_model_len={self._max_model_len} allows "
+                f"{self._max_model_len - 1} and one of output: shorten it or raise max_model_len"
+            )
+        # The last sampled token is never fed back, so it needs no K/V.
+        pages = self._pool.pages_for(min(prompt + most, self._max_model_len) - 1)
+        if pages > self._pool.num_pages:
+            raise RequestError(
+                f"a prompt of {prompt} tokens with max_tokens={most} needs {pages} pages of "
+                f"{self._pool.page_size} tokens, but the K/V cache has {self._pool.num_pages}: "
+                "shorten the prompt, lower max_tokens or raise num_pages"
+            )
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request in whatever state it is. Returns it if it is finished now; None if its
+        step is in flight, so that `update` will return it, or if no unfinished request has the id.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if self._in_flight and any(seq.request is request for seq in self._in_flight.seqs):
+            self._aborted.add(request)
+            return None
+        (self._running if request.slot >= 0 else self._waiting).remove(request)
+        self._finish(request, FinishReason.ABORT)
+        return request
+
+    def schedule(self) -> Schedule:
+        """Plans the next step. Empty only when no request is left; then there is no `update`."""
+        assert self._in_flight is None, "update() the step in flight first"
+        schedule = Schedule([], [])
+        for request in list(self._running):
+            # One that was preempted in this loop has no slot any more.
+            if request.slot >= 0 and _remaining(request) == 1 and self._grow(request, schedule):
+                self._place(request, 1, schedule)
+        budget = self._max_num_batched_tokens - len(schedule.seqs)
+        for request in self._running:
+            if budget and _remaining(request) > 1:
+                budget -= self._place(request, budget, schedule)
+        if not schedule.preempted:
+            while budget and self._admit_head():
+                budget -= self._place(self._running[-1], budget, schedule)
+        assert schedule.seqs or not self.has_work, "a step without progress"
+        self._in_flight = schedule if schedule.seqs else None
+        return schedule
+
+    def update(self, schedule: Schedule, sampled: Sequence[int], now_s: float) -> list[Request]:
+        """Books a computed step.
+
+        Args:
+            sampled: token ids of the sequences that sample, in their order.
+            now_s: `time.perf_counter()` seconds at which these tokens were handed out.
+
+        Returns the requests that finished, finish_reason and finished_s set.
+        """
+        assert schedule is self._in_flight, "not the step in flight"
+        assert len(sampled) == sum(seq.samples for seq in schedule.seqs)
+        self._in_flight = None
+        finished: list[Request] = []
+        tokens = iter(sampled)
+        for seq in schedule.seqs:
+            request = seq.request
+            token = next(tokens) if seq.samples else None
+            request.num_computed += seq.query_len
+            self._publish(request, seq.start)
+            reason = FinishReason.ABORT if request in self._aborted else None
+            if token is not None and reason is None:
+                reason = self._append(request, token, now_s)
+            if reason is not None:
+                self._finish(request, reason)
+                request.finished_s = now_s
+                finished.append(request)
+        if finished:
+            self._running = [r for r in self._running if r.finish_reason is None]
+        return finished
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError on an inconsistent state; linear in everything, for tests."""
+        running = self._running
+        everyone = [*running, *self._waiting]
+        assert Counter(everyone) == Counter(self._requests.values())
+        assert all(request.finish_reason is None for request in everyone)
+        slots = [*self._free_slots, *(request.slot for request in running)]
+        assert sorted(slots) == list(range(self._max_num_seqs)), "slots lost or given twice"
+        for request in self._waiting:
+            assert (request.slot, request.num_computed, request.page_ids) == (-1, 0, [])
+            assert not request.token_on_device
+        for request in running:
+            pages = len(request.page_ids)
+            assert len(set(request.page_ids)) == pages and 0 <= request.pages_sent <= pages
+            assert 0 <= request.num_computed < request.num_tokens <= self._max_model_len
+            # A token sampled since the last schedule() has no page yet if it starts a new one.
+            most = self._pool.pages_for(request.num_tokens)
+            assert self._pool.pages_for(request.num_tokens - 1) <= pages <= most
+        held = Counter(page for request in running for page in request.page_ids)
+        for page in range(self._pool.num_pages):
+            assert self._pool.references(page) == held[page], f"references of page {page}"
+        self._pool.check_invariants()
+        seqs = self._in_flight.seqs if self._in_flight else []
+        assert sum(seq.query_len for seq in seqs) <= self._max_num_batched_tokens
+        assert len({seq.request for seq in seqs}) == len(seqs)
+        assert self._aborted <= {seq.request for seq in seqs}
+        for seq in seqs:
+            stop = seq.start + seq.query_len
+            assert seq.query_len >= 1 and seq.start == seq.request.num_computed
+            assert seq.samples == (stop == seq.request.num_tokens)
+            assert stop <= len(seq.request.page_ids) * self._pool.page_size
+
+    def _place(self, request: Request, budget: int, schedule: Schedule) -> int:
+        """Puts as much of a request into the step as the budget allows; returns the tokens used."""
+        start, remaining = request.num_computed, _remaining(request)
+        query_len = min(remaining, budget)
+        schedule.seqs.append(ScheduledSeq(request, start, query_len, query_len == remaining))
+        return query_len
+
+    def _grow(self, request: Request, schedule: Schedule) -> bool:
+        """Makes sure that the next position has a page; False if the request itself had to go.
+
+        The victim is the last of `_running`, hence this request or one that comes after it in the
+        order in which decodes are placed: it is never in the schedule already.
+        """
+        if request.num_computed < len(request.page_ids) * self._pool.page_size:
+            return True
+        while (page := self._pool.allocate(1)) is None:
+            victim = self._running.pop()
+            self._vacate(victim)
+            victim.num_computed = 0
+            victim.token_on_device = False
+            victim.preemptions += 1
+            self._waiting.appendleft(victim)
+            schedule.preempted.append(victim)
+            if victim is request:
+                return False
+        request.page_ids += page
+        return True
+
+    def _admit_head(self) -> bool:
+        """Moves the head of the queue to the running requests if a slot and its pages are there."""
+        if not self._waiting or not self._free_slots:
+            return False
+        request = self._waiting[0]
+        if self._unfit == (request, self._releases):
+            return False
+        # At least one token must be computed to sample from, so a prompt is never a hit in full.
+        limit = (request.num_tokens - 1) // self._pool.page_size
+        hits = self._pool.match(request.prompt_ids + request.output_ids, limit)
+        fresh = self._pool.pages_for(request.num_tokens) - len(hits)
+        page_ids = self._pool.allocate(fresh, hits)
+        if page_ids is None:
+            self._unfit = (request, self._releases)
+            return False
+        self._running.append(self._waiting.popleft())
+        request.slot = self._free_slots.pop()
+        request.page_ids = page_ids
+        request.pages_sent = 0
+        request.num_computed = len(hits) * self._pool.page_size
+        if request.preemptions == 0:
+            request.cached_tokens = request.num_computed
+        return True
+
+    def _append(self, request: Request, token: int, now_s: float) -> FinishReason | None:
+        request.output_ids.append(token)
+        request.token_times_s.append(now_s)
+        request.token_on_device = True
+        if token in self._eos and not request.params.ignore_eos:
+            return FinishReason.STOP
+        full = request.num_tokens >= self._max_model_len
+        if full or len(request.output_ids) >= request.params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _publish(self, request: Request, start: int) -> None:
+        """Publishes the pages that became full by computing positions start .. num_computed-1."""
+        size, prompt = self._pool.page_size, len(request.prompt_ids)
+        for index in range(start // size, request.num_computed // size):
+            first, stop = index * size, (index + 1) * self._pool.page_size
+            tokens = request.prompt_ids[first:stop]
+            if stop > prompt:
+                tokens = tokens + request.output_ids[max(first - prompt, 0) : stop - prompt]
+            parent = request.page_ids[index - 1] if index else None
+            self._pool.publish(request.page_ids[index], parent, tokens)
+
+    def _vacate(self, request: Request) -> None:
+        """Takes pages and slot from a resident request."""
+        self._pool.release(request.page_ids)
+        self._free_slots.append(request.slot)
+        self._releases += 1
+        request.page_ids = []
+        request.pages_sent = 0
+        request.slot = -1
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.slot >= 0:
+            self._vacate(request)
+        del self._requests[request.request_id]
+        self._aborted.discard(request)
+        request.finish_reason = reason
+
+
+def _remaining(request: Request) -> int:
+    """Tokens still to be computed before the request samples; 1 while it decodes."""
+    return request.num_tokens - request.num_computed
