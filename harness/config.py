@@ -1,0 +1,267 @@
+"""The configuration of a benchmark: its schema, the checks across fields, and the plain dict that
+every other part of the harness is given."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "action": ("run", "list"),
+    "compile": ("off", "layer", "model"),
+    "attention": ("auto", "flash2", "flash4", "triton", "sdpa"),
+    "comm": ("auto", "nccl", "gloo", "symm_mem"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "device": ("auto", "cpu", "cuda"),
+    "model.load_format": ("auto", "dummy"),
+    "workload.kind": ("decode", "prefill", "nano_vllm", "trace"),
+    "timing": ("stamps", "events", "host"),
+    "cache": ("cold", "warm"),
+}
+AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
+        "model", "workload")  # fmt: skip
+FIXED_BATCH = ("decode", "prefill")
+"""Workloads of `batch` requests; in the others `batch` is how many run at once."""
+_ARRIVALS = re.compile(r"all|trace|poisson\((?P<rate>[0-9.eE+-]+)\)")
+
+
+class SettingsError(ValueError):
+    """A setting that a user must change before anything can run; the text says to what."""
+
+
+@dataclass
+class ModelConfig:
+    """Which weights. `name`: auto | tiny | a published size (qwen3-0.6b, ...); `path`: a directory
+    or hub id in Hugging Face format, which wins over `name`."""
+
+    name: str = "auto"
+    path: str | None = None
+    load_format: str = "auto"
+
+
+@dataclass
+class WorkloadConfig:
+    """What is asked. Lengths in tokens; arrivals: all, trace or poisson(requests per second)."""
+
+    kind: str = "decode"
+    prompt_tokens: int = 16
+    output_tokens: int = 32
+    num_requests: int | None = None
+    trace: str | None = None
+    arrivals: str = "all"
+    temperature: float = 0.0
+    seed: int = 0
+    max_tokens_cap: int | None = None
+    prompt_cap: int | None = None
+
+
+@dataclass
+class EngineSection:
+    """Settings of the engine that are no axes; null: derived (max_num_seqs from the batches)."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_pages: int | None = None
+    prefix_cache: bool = False
+    memory_utilization: float = 0.9
+    threads_per_rank: int | None = None
+    seed: int = 0
+
+
+@dataclass
+class MeasureConfig:
+    """How long a point is repeated. `rel_noise` is a share of the median; times in seconds;
+    `n_process`: how many fresh engines measure the same point."""
+
+    name: str = "quick"
+    warmup: int = 1
+    min_repeats: int = 3
+    max_repeats: int = 10
+    rel_noise: float = 0.05
+    wall_limit_s: float = 30.0
+    n_process: int = 1
+    point_timeout_s: float = 600.0
+    startup_timeout_s: float = 900.0
+
+
+@dataclass
+class InstrumentConfig:
+    """What the instrumented pass attaches; the plain pass has nothing attached."""
+
+    collectives: bool = False
+    nvtx: bool = False
+    counts: bool = False
+
+
+@dataclass
+class BenchConfig:
+    """One point before planning. A key that is not here is an error wherever it is written."""
+
+    action: str = "run"
+    experiment: str | None = None
+    tp: int = 1
+    batch: int = 1
+    enforce_eager: bool = True
+    compile: str = "off"
+    attention: str = "auto"
+    comm: str = "auto"
+    page_size: int = 16
+    dtype: str = "auto"
+    device: str = "auto"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    engine: EngineSection = field(default_factory=EngineSection)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    instrument: InstrumentConfig = field(default_factory=InstrumentConfig)
+    timing: str = "host"
+    cache: str = "cold"
+    fail_fast: bool = False
+    resume: str = "auto"
+    results_dir: str = "results/runs"
+
+
+def register() -> None:
+    """Makes the schema known to Hydra as `schema`, which conf/config.yaml names first."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=BenchConfig)
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A composed DictConfig -> nested dict; `instrument` becomes the list of what is switched on.
+
+    Raises:
+        SettingsError: a key that the schema does not have (Hydra lets `+key=value` add one).
+    """
+    from omegaconf import OmegaConf
+
+    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    plain = OmegaConf.to_container(own, resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    cfg: dict[str, Any] = {str(key): value for key, value in plain.items()}
+    _refuse_unknown(cfg, asdict(BenchConfig()), "")
+    cfg["instrument"] = [name for name, on in cfg["instrument"].items() if on]
+    return cfg
+
+
+def _refuse_unknown(cfg: dict[str, Any], known: dict[str, Any], prefix: str) -> None:
+    for key, value in cfg.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise SettingsError(f"{prefix}{key}: no such setting{hint}")
+        if isinstance(known[key], dict):
+            _refuse_unknown(value, known[key], f"{prefix}{key}.")
+
+
+def arrival_rate(arrivals: str) -> float | None:
+    """poisson(RATE) -> RATE in requests per second; None for `all` and `trace`.
+
+    Raises:
+        SettingsError: neither form, or a rate that is not positive.
+    """
+    match = _ARRIVALS.fullmatch(arrivals)
+    try:
+        rate = float(match["rate"]) if match and match["rate"] else None
+    except ValueError:
+        match = None
+    if match is None or (rate is not None and not 0 < rate < float("inf")):
+        raise SettingsError(
+            f"workload.arrivals={arrivals}: give all, trace or poisson(RATE), RATE in requests per "
+            "second and above 0"
+        )
+    return rate
+
+
+def validate(cfg: dict[str, Any]) -> None:
+    """Checks ranges, choices and what one field asks of another, on the plain dict.
+
+    Raises:
+        SettingsError: the first setting that cannot stand, its limit, and what to write instead.
+    """
+    for name, allowed in CHOICES.items():
+        _choice(name, _get(cfg, name), allowed)
+    _ranges(cfg)
+    _workload(cfg)
+    if cfg["measure"]["max_repeats"] < cfg["measure"]["min_repeats"]:
+        raise SettingsError(
+            f"measure.max_repeats={cfg['measure']['max_repeats']}: must be at least "
+            f"measure.min_repeats={cfg['measure']['min_repeats']}"
+        )
+    seqs, batch = cfg["engine"]["max_num_seqs"], cfg["batch"]
+    if seqs is not None and seqs < batch:
+        raise SettingsError(
+            f"engine.max_num_seqs={seqs}: batch={batch} needs at least {batch}; leave it null to "
+            "have it follow the batches"
+        )
+    tokens = cfg["engine"]["max_num_batched_tokens"]
+    if tokens is not None and tokens < max(batch, seqs or 0):
+        raise SettingsError(
+            f"engine.max_num_batched_tokens={tokens}: a decode step of {max(batch, seqs or 0)} "
+            "requests has as many tokens; give at least that"
+        )
+
+
+def _get(cfg: dict[str, Any], dotted: str) -> Any:
+    value: Any = cfg
+    for part in dotted.split("."):
+        value = value[part]
+    return value
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value in allowed:
+        return
+    was_off = value == "False" and "off" in allowed  # YAML 1.1 reads a bare off as false
+    hint = ' (in a YAML file write "off" in quotes)' if was_off else ""
+    raise SettingsError(f"{name}={value}: choose one of {', '.join(allowed)}{hint}")
+
+
+def _ranges(cfg: dict[str, Any]) -> None:
+    at_least = {
+        1: ("tp", "batch", "page_size", "workload.prompt_tokens", "workload.output_tokens",
+            "workload.num_requests", "workload.max_tokens_cap", "workload.prompt_cap",
+            "engine.max_model_len", "engine.max_num_seqs", "engine.max_num_batched_tokens",
+            "engine.num_pages", "engine.threads_per_rank", "measure.min_repeats",
+            "measure.n_process"),
+        0: ("workload.temperature", "workload.seed", "engine.seed", "measure.warmup"),
+    }  # fmt: skip
+    for limit, names in at_least.items():
+        for name in names:
+            value = _get(cfg, name)
+            if value is not None and not value >= limit:
+                raise SettingsError(f"{name}={value}: give at least {limit}")
+    for name in ("rel_noise", "wall_limit_s", "point_timeout_s", "startup_timeout_s"):
+        value = cfg["measure"][name]
+        if not value > 0:
+            raise SettingsError(f"measure.{name}={value}: give a value above 0")
+    used = cfg["engine"]["memory_utilization"]
+    if not 0 < used <= 1:
+        raise SettingsError(f"engine.memory_utilization={used}: give a value in (0, 1]")
+
+
+def _workload(cfg: dict[str, Any]) -> None:
+    work = cfg["workload"]
+    kind, arrivals = work["kind"], work["arrivals"]
+    arrival_rate(arrivals)
+    if kind in FIXED_BATCH and arrivals != "all":
+        raise SettingsError(
+            f"workload.arrivals={arrivals}: {kind} sends its whole batch at once; use "
+            "workload=trace or workload=nano_vllm for arrivals over time"
+        )
+    if arrivals == "trace" and kind != "trace":
+        raise SettingsError(
+            f"workload.arrivals=trace: {kind} has no arrival times; use workload=trace"
+        )
+    if kind != "trace":
+        return
+    if work["trace"] is None:
+        raise SettingsError(
+            "workload.trace=null: workload=trace needs workload.trace=<CSV of the Azure format>"
+        )
+    if not Path(work["trace"]).expanduser().is_file():
+        raise SettingsError(f"workload.trace={work['trace']}: no such file")

@@ -1,0 +1,133 @@
+"""Hydra's end of the harness: a command line -> the configurations of all its points.
+
+Hydra's own launchers take the jobs of a sweep one by one in the order of the axes; here the whole
+list must be known before the first one starts. So Hydra parses and composes, and nothing else of
+its run machinery (job folders, callbacks, logging) is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from harness import config
+from harness.config import SettingsError
+
+Handler = Callable[[list[dict[str, Any]]], int]
+"""All configurations as plain dicts, in the order of the axes -> exit status."""
+INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
+               "--version")  # fmt: skip
+"""Flags with which Hydra prints something and runs nothing; it answers them itself."""
+
+
+def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
+    """Composes the command line over the folder `conf` and calls `handler` once.
+
+    Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
+    """
+    config.register()
+    if any(argument.split("=")[0] in INFORMATION for argument in arguments):
+        return _let_hydra_answer(arguments, conf)
+    parser = argparse.ArgumentParser(prog="python -m harness", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--multirun", "-m", action="store_true")  # every command line may sweep
+    parser.add_argument("overrides", nargs="*")
+    try:
+        options = parser.parse_intermixed_args(list(arguments))
+    except SystemExit:
+        return 2
+    try:
+        return handler(compose(options.overrides, conf, options.config_dir))
+    except (SettingsError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            print(error.__cause__, file=sys.stderr)
+        return 1
+
+
+def compose(
+    overrides: Sequence[str], conf: Path, config_dir: Path | None = None
+) -> list[dict[str, Any]]:
+    """Every combination of the swept values; `hydra.sweeper.params` of the experiment first, then
+    the command line, which wins. With hydra.mode=RUN the base values alone.
+
+    Args:
+        overrides: `key=value` as on the command line; `a=1,2` sweeps.
+        config_dir: further configuration files, looked at after `conf`.
+
+    Raises:
+        HydraException, OmegaConfBaseException: an unknown key, file or type, wherever it stands.
+        SettingsError: a folder that does not exist, a Hydra plugin that would have no effect.
+    """
+    words = [_quote_arrivals(word) for word in overrides]
+    if config_dir is not None:
+        if not config_dir.is_dir():
+            raise SettingsError(f"--config-dir {config_dir}: no such folder")
+        words.append(f'hydra.searchpath=["file://{config_dir.resolve()}"]')
+    with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        base = loader.load_configuration(
+            "config", overrides=words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
+        )
+        _refuse_plugins(base)
+        if base.hydra.mode == RunMode.RUN:
+            return [_plain(loader.load_configuration("config", words, RunMode.RUN))]
+        params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
+        task = list(base.hydra.overrides.task)
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + task)
+        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
+            raise SettingsError("experiment: give one, since each has its own list of axes")
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        return [_plain(loader.load_sweep_config(base, list(job))) for job in jobs]
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    """The plain dict of one point, named after its experiment file unless that says otherwise."""
+    plain = config.to_plain(composed)
+    plain["experiment"] = plain["experiment"] or composed.hydra.runtime.choices.get("experiment")
+    return plain
+
+
+def _refuse_plugins(base: DictConfig) -> None:
+    for kind in ("launcher", "sweeper"):
+        choice = base.hydra.runtime.choices.get(f"hydra/{kind}")
+        if choice != "basic":
+            raise SettingsError(
+                f"hydra/{kind}={choice}: points run one after the other, each in a process of its "
+                "own; leave it out"
+            )
+
+
+def _quote_arrivals(word: str) -> str:
+    """Hydra reads poisson(4) as a call of one of its own functions; in quotes it is a value."""
+    if not word.startswith("workload.arrivals="):
+        return word
+    return re.sub(r"""(?<!["'])poisson\([^()]*\)""", lambda found: f'"{found[0]}"', word)
+
+
+def _let_hydra_answer(arguments: Sequence[str], conf: Path) -> int:
+    def nothing(_: DictConfig) -> None:
+        raise AssertionError("only flags that run nothing come here")
+
+    before = sys.argv
+    sys.argv = ["python -m harness", *arguments]
+    try:
+        hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(nothing)()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        sys.argv = before
+    return 0

@@ -1,0 +1,218 @@
+"""The whole list of points, decided before any of them runs: what each needs, which are skipped and
+why, and the order in which every engine starts once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.config import AXES, FIXED_BATCH, SettingsError, validate
+from harness.fingerprint import digest, file_digest
+from harness.machine import Machine, skip_reason
+
+if TYPE_CHECKING:
+    from engine.shape import ModelShape
+
+ENGINE_FIELDS = ("tp", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
+                 "device", "model", "engine", "cache")  # fmt: skip
+"""What an engine is started with. Two points that agree in these share a live engine."""
+MEASURE_FIELDS = ("batch", "workload", "measure", "instrument", "timing")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the plan.
+
+    Attributes:
+        point_id: 12 hex digits; hash of everything that a result depends on.
+        index: place in the order of running, from 0.
+        engine_key: 12 hex digits; hash of everything that needs a fresh engine.
+        axes: the values that name the point, one for each name of `config.AXES`.
+        cfg: the resolved configuration as a plain dict.
+        skip: why it cannot run on this machine, or None.
+    """
+
+    point_id: str
+    index: int
+    engine_key: str
+    axes: dict[str, Any]
+    cfg: dict[str, Any]
+    skip: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Points in the order of running. `key` hashes their ids: equal keys mean equal results."""
+
+    experiment: str
+    key: str
+    points: tuple[Point, ...]
+    surroundings: dict[str, Any]
+
+    @property
+    def engine_starts(self) -> int:
+        """Distinct engines of the points that are not skipped."""
+        return len({point.engine_key for point in self.points if point.skip is None})
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the planner needs it: shape for the limits, identity for the keys."""
+
+    shape: ModelShape
+    identity: dict[str, Any]
+
+
+def load_model(model: dict[str, Any]) -> Model:
+    """Finds (or builds) the model of a resolved `model` section and reads its config.json."""
+    from engine.shape import ModelShape
+    from harness.fingerprint import checkpoint
+    from harness.models import resolve_model
+
+    folder = Path(resolve_model(model))
+    return Model(ModelShape.from_hf(folder), checkpoint(folder))
+
+
+def resolve(cfg: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """A copy in which `auto` of device and model became what it is on this machine.
+
+    A published size without a path has dummy weights: nobody said where real ones are.
+    """
+    cfg = copy.deepcopy(cfg)
+    if cfg["device"] == "auto":
+        cfg["device"] = machine.device
+    model = cfg["model"]
+    if model["path"] is not None:
+        local = Path(model["path"]).expanduser()
+        model["name"] = local.name
+        model["path"] = str(local.resolve()) if local.is_dir() else model["path"]
+    elif model["name"] == "auto":
+        model["name"] = "qwen3-0.6b" if cfg["device"] == "cuda" else "tiny"
+    if model["path"] is None and model["name"] != "tiny" and model["load_format"] == "auto":
+        model["load_format"] = "dummy"
+    if cfg["workload"]["trace"] is not None:
+        cfg["workload"]["trace"] = str(Path(cfg["workload"]["trace"]).expanduser().resolve())
+    return cfg
+
+
+def build(
+    configs: Sequence[dict[str, Any]],
+    *,
+    machine: Machine,
+    surroundings: dict[str, Any],
+    load_model: Callable[[dict[str, Any]], Model] = load_model,
+) -> Plan:
+    """Composed configurations in the order of the axes -> the plan.
+
+    Args:
+        configs: plain dicts of `config.to_plain`.
+        surroundings: `fingerprint.surroundings()`; part of every key.
+        load_model: a resolved `model` section -> its shape and identity.
+
+    Raises:
+        SettingsError, ConfigError: a setting that no machine could run. Nothing has started then.
+    """
+    for cfg in configs:
+        validate(cfg)
+    resolved = [resolve(cfg, machine) for cfg in configs]
+    models: dict[str, Model] = {}
+    for cfg in resolved:
+        key = digest(cfg["model"])
+        if key not in models:
+            models[key] = load_model(cfg["model"])
+        check_limits(cfg, models[key].shape)
+    _fill_max_num_seqs(resolved)
+
+    points: dict[str, Point] = {}
+    for cfg in resolved:
+        identity = models[digest(cfg["model"])].identity
+        engine_key = digest([_part(cfg, ENGINE_FIELDS), identity])
+        point_id = digest(
+            [engine_key, _part(cfg, MEASURE_FIELDS), _trace_identity(cfg), surroundings]
+        )
+        points.setdefault(
+            point_id,
+            Point(point_id, -1, engine_key, axes_of(cfg), cfg, skip_reason(cfg, machine)),
+        )
+    ordered = tuple(
+        replace(point, index=index) for index, point in enumerate(_by_engine(points.values()))
+    )
+    experiment = str(resolved[0]["experiment"] or "adhoc") if resolved else "adhoc"
+    key = digest([experiment, [point.point_id for point in ordered]])
+    return Plan(experiment, key, ordered, surroundings)
+
+
+def check_limits(cfg: dict[str, Any], shape: ModelShape) -> None:
+    """What the model asks of a configuration.
+
+    Raises:
+        ConfigError: a TP size that its heads cannot be divided by.
+        SettingsError: requests longer than the model takes.
+    """
+    shape.check_tp(cfg["tp"])
+    limit = cfg["engine"]["max_model_len"]
+    name = "engine.max_model_len"
+    if limit is None:
+        limit, name = shape.max_position, f"the limit of model {cfg['model']['name']}"
+    elif limit > shape.max_position:
+        raise SettingsError(
+            f"engine.max_model_len={limit}: model {cfg['model']['name']} takes at most "
+            f"{shape.max_position} tokens"
+        )
+    work = cfg["workload"]
+    longest = {
+        "decode": work["prompt_tokens"] + work["output_tokens"],
+        "prefill": work["prompt_tokens"] + work["output_tokens"],
+    }.get(work["kind"], 0)
+    if longest > limit:
+        raise SettingsError(
+            f"workload.prompt_tokens={work['prompt_tokens']} and "
+            f"workload.output_tokens={work['output_tokens']}: {longest} tokens a request, "
+            f"above {name}, {limit}; shorten them"
+        )
+
+
+def axes_of(cfg: dict[str, Any]) -> dict[str, Any]:
+    """The values that name a point; a group is named by its name."""
+    names = {"model": cfg["model"]["name"], "workload": cfg["workload"]["kind"]}
+    return {axis: names.get(axis, cfg[axis]) for axis in AXES}
+
+
+def _part(cfg: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    return {name: cfg[name] for name in fields}
+
+
+def _fill_max_num_seqs(configs: Sequence[dict[str, Any]]) -> None:
+    """null becomes the largest batch among the points that could share an engine.
+
+    Where `batch` is how many requests run at once (a trace), it is the engine's own limit, and a
+    larger one would change what is measured: such a point keeps its own batch.
+    """
+    largest: dict[str, int] = {}
+    open_ones = [cfg for cfg in configs if cfg["engine"]["max_num_seqs"] is None]
+    keys = [digest(_part(cfg, ENGINE_FIELDS)) for cfg in open_ones]
+    for cfg, key in zip(open_ones, keys, strict=True):
+        if cfg["workload"]["kind"] in FIXED_BATCH:
+            largest[key] = max(largest.get(key, 0), cfg["batch"])
+    for cfg, key in zip(open_ones, keys, strict=True):
+        fixed = cfg["workload"]["kind"] in FIXED_BATCH
+        cfg["engine"]["max_num_seqs"] = largest[key] if fixed else cfg["batch"]
+
+
+def _trace_identity(cfg: dict[str, Any]) -> str | None:
+    trace = cfg["workload"]["trace"]
+    return file_digest(Path(trace)) if trace else None
+
+
+def _by_engine(points: Any) -> list[Point]:
+    """Points grouped by engine; groups, and points within one, in the order of first appearance."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.engine_key, []).append(point)
+    return [point for group in groups.values() for point in group]
