@@ -15,8 +15,9 @@ class KVCache:
         page_size: tokens of one page.
         dummy_page: one page more, which no block table names: padding rows write there.
         dummy_slot: the first slot of that page.
-        data: [2, layers, num_pages + 1, page_size, kv_heads_local, head_dim].
-        layers: (K, V) of each layer, views [num_pages + 1, page_size, kv_heads_local, head_dim].
+        layers: (K, V) of each layer, both [num_pages + 1, page_size, kv_heads_local, head_dim], and
+            each a storage of its own: where the two are views on one, torch.compile copies a whole
+            V cache before and after each operator that writes to it.
     """
 
     def __init__(
@@ -32,18 +33,18 @@ class KVCache:
         self.page_size = page_size
         self.dummy_page = num_pages
         self.dummy_slot = num_pages * page_size
-        size = (2, shape.num_layers, num_pages + 1, page_size)
-        heads = (shape.kv_heads_local(tp), shape.head_dim)
+        size = (num_pages + 1, page_size, shape.kv_heads_local(tp), shape.head_dim)
+
         # Zeros, not empty: a kernel that multiplies what stands past the end of a sequence by a
         # masked weight of 0 would make NaN of an uninitialised NaN.
-        self.data = torch.zeros(*size, *heads, dtype=dtype, device=device)
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (self.data[0, i], self.data[1, i]) for i in range(shape.num_layers)
-        ]
+        def zeros() -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.layers = [(zeros(), zeros()) for _ in range(shape.num_layers)]
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)
 
     @staticmethod
     def bytes_per_page(shape: ModelShape, tp: int, page_size: int, itemsize: int) -> int:

@@ -86,11 +86,11 @@ class ModelShape:
             hidden_size=hidden,
             num_layers=int(need("num_hidden_layers")),
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            # Qwen2's config has no head_dim; Qwen3's always has one, unequal to hidden / heads.
-            head_dim=int(config.get("head_dim") or hidden // heads)
-            if not is_qwen3
-            else int(need("head_dim")),
+            num_kv_heads=int(need("num_key_value_heads")),
+            # Qwen2's config has no head_dim; Qwen3's always has, and it need not be hidden / heads.
+            head_dim=int(
+                need("head_dim") if is_qwen3 else config.get("head_dim") or hidden // heads
+            ),
             intermediate_size=int(need("intermediate_size")),
             rms_norm_eps=float(need("rms_norm_eps")),
             rope_theta=_rope_theta(config),

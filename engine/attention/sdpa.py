@@ -67,7 +67,7 @@ def _decode(
         return found.transpose(1, 2)  # [n, kv_heads, L, D]
 
     # The g query heads of a K/V head are g query rows that share it: no K/V is repeated.
-    grouped = q.view(n, kv_heads, heads // kv_heads, head_dim)
+    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
     mask = ~past_end[:, None, None, :]
     result = scaled_dot_product_attention(
         grouped, gathered(k_cache), gathered(v_cache), attn_mask=mask, scale=scale

@@ -20,5 +20,5 @@ def store_kv(
         slot_mapping: [T] int64, page * page_size + offset; several rows may name the dummy page's
             slots, and what stands there afterwards is any one of them.
     """
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    for values, cache in ((k, k_cache), (v, v_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, values)
