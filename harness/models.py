@@ -101,8 +101,8 @@ def resolve_model(model: dict[str, Any]) -> Path:
     """The local directory of a resolved `model` section (name, path, load_format).
 
     A path that is a directory is taken as it is, any other path is a hub id, of which
-    configuration, tokenizer and safetensors are fetched (never code). Without a path `tiny` is built, and a
-    published size is a directory with config.json alone, which suffices for dummy weights.
+    configuration, tokenizer and safetensors are fetched (never code). Without a path `tiny` is
+    built, and a published size is a directory with config.json alone, enough for dummy weights.
 
     Raises:
         ModelError: an unknown name, a directory without what is needed, a hub id that cannot be

@@ -1,0 +1,165 @@
+"""One point: warm every shape, measure plain, measure with instruments, read back, leave rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness import hardware, tables
+from harness.failures import classify
+from harness.figure_rows import FigureRows
+from harness.passes import INSTRUMENTED, Passes, Progress
+from harness.stats import relative_noise
+from harness.store import TableData, write_point
+from harness.window import MeasurementError
+
+if TYPE_CHECKING:
+    from harness.backends.base import Backend
+    from harness.plan import Point
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PointOutcome:
+    """`engine_alive`: whether the engine can be used for the next point; after an error that is not
+    the harness's own it is taken for unusable."""
+
+    status: str
+    reason: str | None = None
+    engine_alive: bool = True
+
+
+def measure_point(
+    backend: Backend, point: Point, out_dir: Path, progress: Progress | None = None
+) -> PointOutcome:
+    """Measures a point on a started engine and writes its tables into `out_dir`, which stands at
+    `<run>/points/<name>`. An exception becomes a row; only what ends the process gets out."""
+    run_id = out_dir.parent.parent.name
+    passes = Passes(backend, point, progress or (lambda *_: None))
+    rows = _Rows(passes, run_id)
+    try:
+        status, reason = passes.run()
+        found = rows.measured(status, reason)
+        outcome = PointOutcome(status, reason)
+    except Exception as error:
+        failure = classify(error)
+        logger.warning("point %s: %s", point.point_id, failure.reason)
+        alive = failure.engine_alive and isinstance(error, _own_errors())
+        found = rows.failed(failure.status, failure.reason, failure.traceback)
+        outcome = PointOutcome(failure.status, failure.reason, alive)
+    backend.points_served += 1
+    write_point(out_dir, found)
+    return outcome
+
+
+def status_only_tables(
+    point: Point,
+    status: str,
+    reason: str | None,
+    *,
+    run_id: str,
+    environment: Mapping[str, Any] | None = None,
+    effective: Mapping[str, Any] | None = None,
+    traceback: str | None = None,
+    **row: Any,
+) -> dict[str, TableData]:
+    """The tables of a point that was not measured: one row that says why. `row`: further columns of
+    `points` that are known (started_at, wall_s, notes, ...)."""
+    env = hardware.capture() if environment is None else environment
+    full = tables.point_columns(point, run_id, env, effective)
+    full |= {"repeat": 0, "status": status, "reason": reason, "traceback": traceback, **row}
+    return {"points": tables.columns("points", [full])}
+
+
+def _own_errors() -> tuple[type[Exception], ...]:
+    from harness.attribution import AttributionError
+    from harness.trace import TraceError
+    from harness.workload import WorkloadError
+
+    return MeasurementError, AttributionError, WorkloadError, TraceError
+
+
+class _Rows:
+    """The tables of one point, from whatever its passes have measured."""
+
+    def __init__(self, passes: Passes, run_id: str) -> None:
+        self.passes, self.backend, self.cfg = passes, passes.backend, passes.cfg
+        self.run_id = run_id
+        self.key = {"run_id": run_id, "point_id": passes.point.point_id}
+
+    def measured(self, status: str, reason: str | None) -> dict[str, TableData]:
+        from harness import attribution
+
+        found = self._evidence()
+        found["points"] = tables.columns("points", self._point_rows(status, reason, None))
+        found["phases"] = tables.phases(self.key, self.backend, self.cfg["cache"])
+        found["memory"] = tables.memory(self.key, self.backend)
+        found["metrics"] = self._figures().table()
+        if self.passes.joined is not None:
+            wanted = attribution.expected_bytes(self.passes.joined, self.backend.shape)
+            found["collectives"] = tables.collectives(
+                self.key, self.passes.joined, wanted, INSTRUMENTED, 0
+            )
+        return found
+
+    def failed(self, status: str, reason: str, traceback: str) -> dict[str, TableData]:
+        """What a failed point leaves: its status, and the requests and steps as evidence; no figure
+        that anyone could rank."""
+        found = self._evidence()
+        found["points"] = tables.columns("points", self._point_rows(status, reason, traceback))
+        return found
+
+    def _evidence(self) -> dict[str, TableData]:
+        if not self.passes.windows:
+            return {}
+        mode = str(self.backend.effective["mode"])
+        return {
+            "requests": tables.requests(self.key, self.passes.windows),
+            "steps": tables.steps(self.key, self.passes.windows, mode),
+            "telemetry": tables.telemetry(self.key, self.passes.windows),
+        }
+
+    def _point_rows(
+        self, status: str, reason: str | None, traceback: str | None
+    ) -> list[dict[str, Any]]:
+        fixed = tables.point_columns(
+            self.passes.point, self.run_id, hardware.capture(), _effective(self.backend)
+        )
+        fixed |= {
+            "status": status,
+            "reason": reason,
+            "traceback": traceback,
+            "notes": "; ".join(self.passes.notes) or None,
+            "backend": self.backend.name,
+            "stop_reason": self.passes.stop_reason,
+            "rel_noise": relative_noise([w.output_tok_s for w in self.passes.plain]),
+        }
+        if not self.passes.plain:
+            return [{**fixed, "repeat": 0}]
+        return [{**fixed, **tables.window_columns(w)} for w in self.passes.plain]
+
+    def _figures(self) -> FigureRows:
+        from harness import collective_figures, cost_figures, metrics
+
+        rows = FigureRows(self.key)
+        tp, device = self.cfg["tp"], str(self.backend.effective["device"])
+        metrics.plain_figures(rows, self.passes.plain, tp=tp, device=device)
+        cost_figures.cost_figures(rows, self.passes.plain, self.cfg, self.backend)
+        if self.passes.joined is not None:
+            collective_figures.instrumented_figures(
+                rows, self.passes.joined, self.passes.plain, self.backend.shape, INSTRUMENTED
+            )
+        else:
+            collective_figures.without_records(rows, INSTRUMENTED)
+        return rows
+
+
+def _effective(backend: Backend) -> dict[str, Any] | None:
+    try:
+        return backend.effective
+    except Exception:  # an engine that is gone tells nothing; the row is written without it
+        return None

@@ -1,0 +1,238 @@
+"""Rows of the tables that are not figures: points, steps, collectives, requests, start-up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness import schema
+from harness.records import PHASES
+from harness.store import TableData, jsonable
+
+if TYPE_CHECKING:
+    from harness.attribution import Joined
+    from harness.backends.base import Backend
+    from harness.plan import Point
+    from harness.window import Window
+
+AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
+        "device", "timing", "cache")  # fmt: skip
+EFFECTIVE = ("tp", "enforce_eager", "compile", "mode", "attention", "comm", "page_size", "dtype",
+             "device", "load_format", "num_pages", "max_model_len",
+             "threads_per_rank")  # fmt: skip
+VERSIONS = ("python", "torch", "triton", "nccl", "flash_attn", "transformers")
+
+
+def columns(table: str, rows: Sequence[Mapping[str, Any]]) -> TableData:
+    """Rows -> columns; a key that a row lacks is None."""
+    names = [c.name for c in schema.TABLES[table]]
+    unknown = {key for row in rows for key in row} - set(names)
+    if unknown:
+        raise KeyError(f"{table} has no columns {sorted(unknown)}")
+    present = [name for name in names if any(name in row for row in rows)]
+    return {name: [row.get(name) for row in rows] for name in present}
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON with sorted keys; NaN and infinities become null."""
+    return json.dumps(jsonable(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def point_columns(
+    point: Point, run_id: str, environment: Mapping[str, Any], effective: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What every row of `points` says of its point, whatever became of it."""
+    cfg, work, model = point.cfg, point.cfg["workload"], point.cfg["model"]
+    row: dict[str, Any] = {"run_id": run_id, "point_id": point.point_id, "index": point.index}
+    row |= {name: cfg[name] for name in AXES}
+    row |= {
+        "experiment": cfg["experiment"],
+        "model": model["name"],
+        "model.path": model["path"],
+        "model.load_format": model["load_format"],
+        "workload": work["kind"],
+        "measure": cfg["measure"]["name"],
+        "instrument": ",".join(cfg["instrument"]),
+        "requested": to_json(cfg),
+    }
+    asked = ("prompt_tokens", "output_tokens") if work["kind"] in ("decode", "prefill") else ()
+    for name in (*asked, "num_requests", "arrivals", "temperature", "seed"):
+        row[f"workload.{name}"] = work[name]
+    versions, git = environment.get("versions", {}), environment.get("git", {})
+    row |= {f"{name}_version": versions.get(name) for name in VERSIONS}
+    row |= {
+        "git_sha": git.get("sha"),
+        "git_dirty": git.get("dirty"),
+        "hardware_fingerprint": environment.get("fingerprint"),
+        "host": environment.get("host"),
+        "cpu": environment.get("cpu"),
+        "cpu_cores": environment.get("cpu_cores"),
+        "gpu": ", ".join(g["name"] for g in environment.get("gpus", ())) or None,
+        "driver": environment.get("driver"),
+        "environment": to_json(environment),
+    }
+    if effective is not None:
+        row |= {f"effective.{name}": effective.get(name) for name in EFFECTIVE}
+        row["effective"] = to_json(effective)
+    return row
+
+
+def window_columns(window: Window) -> dict[str, Any]:
+    """What a repeat adds to its row of `points`."""
+    return {
+        "repeat": window.repeat,
+        "effective.batch": window.decode_batch,
+        "requests": len(window.outputs),
+        "prompt_tokens": window.prompt_tokens,
+        "output_tokens": window.output_tokens,
+        "cached_tokens": window.counters.get("cached_tokens"),
+        "preemptions": window.counters.get("preemptions"),
+        "counters": to_json(window.counters),
+        "started_at": window.started_at,
+        "wall_s": window.wall_s,
+    }
+
+
+def steps(key: Mapping[str, Any], windows: Sequence[Window], mode: str) -> TableData:
+    """The step logs of all windows and ranks. Both clocks are the host's (source host): on a CPU
+    the forward is synchronous, so that its time is the rank's own."""
+    parts: dict[str, list[np.ndarray]] = {}
+
+    def put(name: str, values: np.ndarray) -> None:
+        parts.setdefault(name, []).append(values)
+
+    for window in windows:
+        for rank, rows in enumerate(window.steps):
+            n = len(rows)
+            for name in ("step", "batch", "tokens", "bucket", "samples", "begin_ns"):
+                put(name, rows[name].astype(np.int64))
+            put("phase", np.array(PHASES, object)[rows["phase"]])
+            put("device_us", (rows["end_ns"] - rows["begin_ns"]) / 1e3)
+            wall_us = (rows["wall_end_ns"] - rows["wall_begin_ns"]) / 1e3
+            put("host_us", wall_us if rank == 0 else np.full(n, np.nan))
+            bucket = np.maximum(rows["bucket"], 1)
+            put("padding", (rows["bucket"] - rows["tokens"]) / bucket)
+            fixed = {"rank": rank, "repeat": window.repeat, "pass": window.pass_name}
+            for name, value in {**fixed, "mode": mode, "source": "host"}.items():
+                put(name, _filled(value, n))
+    return _with_key(key, {name: np.concatenate(values) for name, values in parts.items()})
+
+
+def collectives(
+    key: Mapping[str, Any], joined: Joined, expected_bytes: np.ndarray, pass_name: str, repeat: int
+) -> TableData:
+    """N collectives x R ranks rows, rank by rank."""
+    from engine.comm.types import Kind, Site
+    from harness.attribution import bandwidth
+
+    n, world = joined.latency_us.shape
+    rows, step = joined.rows, joined.steps[joined.step_index]
+    record = joined.records[0]
+    rooted = rows["kind"] != Kind.ALL_REDUCE
+    algbw, busbw = bandwidth(joined)
+    shared = {
+        "step": rows["step"],
+        "ordinal": rows["ordinal"].astype(np.int64),
+        "phase": np.array(PHASES, object)[step["phase"]],
+        "kind": np.array([k.label for k in Kind], object)[rows["kind"]],
+        "site": np.array([s.label for s in Site], object)[rows["site"]],
+        "layer": _nullable(joined.layer),
+        "bytes": rows["bytes"],
+        "expected_bytes": _nullable(expected_bytes),
+        "dtype": np.array([*record.dtypes, ""], object)[rows["dtype"]],
+        "mode": np.array([*record.modes, ""], object)[step["mode"]],
+        "path": np.array([*record.paths, ""], object)[rows["path"]],
+        "transfer_us": joined.transfer_us,
+        "transfer_reason": np.where(rooted, "rooted", None),
+        "algbw_GBps": algbw,
+        "busbw_GBps": busbw,
+        "world": _filled(world, n),
+        "pass": _filled(pass_name, n),
+        "repeat": _filled(repeat, n),
+        "source": _filled("host", n),
+    }
+    table: dict[str, Any] = {name: np.concatenate([v] * world) for name, v in shared.items()}
+    table["rank"] = np.repeat(np.arange(world), n)
+    table["latency_us"] = joined.latency_us.T.ravel()
+    table["wait_us"] = joined.wait_us.T.ravel()
+    table["floor_us"] = np.repeat(joined.floor_us, n)
+    table["below_floor"] = table["latency_us"] < 0
+    return _with_key(key, table)
+
+
+def requests(key: Mapping[str, Any], windows: Sequence[Window]) -> TableData:
+    rows = []
+    for window in windows:
+        for place, (out, asked) in enumerate(zip(window.outputs, window.asked, strict=False)):
+            rows.append(
+                {
+                    **key,
+                    "repeat": window.repeat,
+                    "pass": window.pass_name,
+                    "request": place,
+                    "request_id": out.request_id,
+                    "prompt_tokens": len(out.prompt_token_ids),
+                    "output_tokens": len(out.token_ids),
+                    "asked_tokens": asked,
+                    "arrival": out.arrival_s - window.begin_s,
+                    "queue": out.queue_s,
+                    "ttft": out.ttft_s,
+                    "tpot": out.tpot_s,
+                    "e2e": out.e2e_s,
+                    "preemptions": out.preemptions,
+                    "cached_tokens": out.cached_tokens,
+                    "finish_reason": str(out.finish_reason),
+                    "error": out.error,
+                }
+            )
+    return columns("requests", rows)
+
+
+def phases(key: Mapping[str, Any], backend: Backend, cache: str) -> TableData:
+    """Start-up by phase, then the counters as they stand after the point."""
+    shared = backend.points_served > 0
+    rows: list[dict[str, Any]] = []
+    for name, seconds in backend.startup.items():
+        reason = None if seconds is not None else "this phase did not happen or is not timed"
+        rows.append({"phase": name.removesuffix("_s"), "seconds": seconds, "reason": reason})
+    for name, count in backend.counters().items():
+        rows.append({"phase": name, "count": count, "reason": "a counter"})
+    return columns(
+        "phases", [{**key, "repeat": 0, "cache": cache, "shared": shared, **r} for r in rows]
+    )
+
+
+def memory(key: Mapping[str, Any], backend: Backend) -> TableData:
+    rows = []
+    for rank, readings in enumerate(backend.memory()):
+        for name, value in readings.items():
+            reason = None if value is not None else "not readable on this device"
+            row = {"rank": rank, "name": name, "bytes": value, "reason": reason}
+            rows.append({**key, "repeat": 0, **row})
+    return columns("memory", rows)
+
+
+def telemetry(key: Mapping[str, Any], windows: Sequence[Window]) -> TableData:
+    rows = [
+        {**key, "repeat": window.repeat, "pass": window.pass_name, **reading}
+        for window in windows
+        for reading in window.telemetry
+    ]
+    return columns("telemetry", rows)
+
+
+def _filled(value: Any, n: int) -> np.ndarray:
+    return np.full(n, value, dtype=object if isinstance(value, str) else np.int64)
+
+
+def _nullable(values: np.ndarray) -> np.ndarray:
+    """-1 stands for null."""
+    return np.where(values >= 0, values, None)
+
+
+def _with_key(key: Mapping[str, Any], table: dict[str, np.ndarray]) -> TableData:
+    n = len(next(iter(table.values()), ()))
+    return {**{name: _filled(value, n) for name, value in key.items()}, **table}
