@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from harness.commands import list_points, run_points
     from harness.launcher import run
 
-    return run(arguments, conf_folder(), list_points if verb == "list" else run_points)
+    try:
+        return run(arguments, conf_folder(), list_points if verb == "list" else run_points)
+    except KeyboardInterrupt:
+        return 130
 
 
 def conf_folder() -> Path:

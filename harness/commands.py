@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,10 +15,15 @@ from rich.table import Table
 
 from engine.errors import ConfigError
 from harness.config import AXES, SettingsError
+from harness.execute import Execution
 from harness.fingerprint import surroundings
 from harness.machine import Machine
-from harness.models import ModelError
-from harness.plan import Plan, build
+from harness.models import ModelError, cache_root
+from harness.plan import Plan, Point, build
+from harness.progress import Reporter
+from harness.runs import FAILED, KEPT, RunFolder, open_run
+from harness.session import Outcome
+from harness.worker import Functions
 
 PIPE_WIDTH = 160
 """Columns of a table where stdout is no terminal; rich would take 80 and cut the reasons."""
@@ -79,5 +88,82 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def run_points(configs: Sequence[dict[str, Any]]) -> int:
-    raise NotImplementedError
+def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = None) -> int:
+    """Runs, or continues, the sweep; prints its tables and, as the last line, one line of JSON."""
+    plan = make_plan(configs)
+    if plan is None:
+        return 1
+    cfg = plan.points[0].cfg
+    try:
+        run = open_run(Path(cfg["results_dir"]), plan, cfg["resume"])
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    # A scheduler's SIGTERM ends a run as Ctrl-C does: finished points stay, no engine is left.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = False
+    try:
+        execution = Execution(run, functions or Functions(), write_status, cache_root() / "compile")
+        with Reporter(plan, execution.points_left, execution.starts_left) as reporter:
+            reporter.say(_announcement(run, execution))
+            try:
+                complete = execution.go(reporter)
+            except KeyboardInterrupt:
+                complete, interrupted = False, True
+            if not complete:
+                reporter.say(
+                    f"{'interrupted' if interrupted else 'stopped by fail_fast'}; the same command "
+                    "continues this run"
+                )
+    finally:
+        run.close()
+    reported = report(run)
+    failed = any(run.counts().get(status) for status in FAILED)
+    return 130 if interrupted else int(failed or not complete or not reported)
+
+
+def report(run: RunFolder) -> bool:
+    """The summary tables, then the line for scripts; False if the tables could not be made."""
+    from harness.report import print_summary
+
+    made = True
+    try:
+        print_summary(run.path, stdout())
+    except Exception:
+        made = False
+        traceback.print_exc()
+        print(f"the rows are in {run.path}; python -m harness collect prints them", file=sys.stderr)
+    counts = run.counts()
+    line: dict[str, Any] = {"run": str(run.path), "points": len(run.plan.points)}
+    line |= {status: counts.get(status, 0) for status in (*KEPT, *FAILED)}
+    line["pending"] = len(run.plan.points) - sum(counts.values())
+    print(json.dumps(line, separators=(",", ":")), flush=True)
+    return made
+
+
+def write_status(out: Path, point: Point, run_id: str, outcome: Outcome) -> None:
+    """The tables of a point that was skipped or whose engine could not say how it ended."""
+    from harness.hardware import capture
+    from harness.point import status_only_tables
+    from harness.store import write_point
+
+    tables = status_only_tables(
+        point,
+        outcome.status,
+        outcome.reason,
+        capture(),
+        run_id=run_id,
+        traceback=outcome.traceback,
+    )
+    write_point(out, tables)
+
+
+def _announcement(run: RunFolder, execution: Execution) -> str:
+    points = len(run.plan.points)
+    if not run.continued:
+        return f"run {run.path}: {points} points, {execution.starts_left} engine starts"
+    counts = run.counts()
+    kept = sum(counts.get(status, 0) for status in KEPT)
+    again = sum(counts.get(status, 0) for status in FAILED)
+    redo = f", {again} failed ones are measured again" if again else ""
+    return f"continuing run {run.path}: {kept} of {points} points are there{redo}"

@@ -45,7 +45,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """Points in the order of running. `key` hashes their ids: equal keys mean equal results."""
+    """Points in the order of running. `key` hashes their ids and skip reasons: with an equal key, a
+    point that an earlier run has measured need not be measured again."""
 
     experiment: str
     key: str
@@ -144,7 +145,7 @@ def build(
         replace(point, index=index) for index, point in enumerate(_by_engine(points.values()))
     )
     experiment = str(resolved[0]["experiment"] or "adhoc") if resolved else "adhoc"
-    key = digest([experiment, [point.point_id for point in ordered]])
+    key = digest([experiment, [(point.point_id, point.skip) for point in ordered]])
     return Plan(experiment, key, ordered, surroundings)
 
 

@@ -1,0 +1,80 @@
+"""`python -m harness doctor`: what is installed, which axis values run here and what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.config import CHOICES
+from harness.machine import Machine, skip_reason
+
+OPTIONAL = {
+    "triton": "attention=triton and compile on a GPU: pip install triton",
+    "flash_attn": "attention=flash2: pip install flash-attn (NVIDIA GPU)",
+    "nvtx": "NVTX ranges: pip install nvtx",
+    "nccl": "TP over GPUs: comes with a CUDA build of torch",
+}
+
+
+def doctor() -> int:
+    """Prints what was found; always 0, since nothing that is missing is a fault."""
+    from harness.hardware import capture
+
+    console = Console()
+    machine, found = Machine.probe(), capture()
+    console.print(installed_table(found, machine))
+    console.print()
+    console.print(axes_table(machine))
+    return 0
+
+
+def installed_table(found: dict[str, Any], machine: Machine) -> Table:
+    """What `hardware.capture()` and the planner's probe found."""
+    table = Table("", "found", "what it is for", box=None, pad_edge=False, title_justify="left")
+    memory = found["memory_bytes"]
+    cores = f"{found['cpu']}, {found['cpu_cores']} cores"
+    table.add_row("cpu", cores if memory is None else f"{cores}, {memory / 2**30:.0f} GiB", "")
+    names = ", ".join(gpu["name"] for gpu in found["gpus"]) or "none"
+    table.add_row("gpus", names, "" if machine.gpus else "CUDA graphs, NCCL, device times")
+    if found["gpus"] and not machine.gpus:
+        table.add_row("", "", "torch sees none of them: install a CUDA build of torch")
+    table.add_row("driver", found["driver"] or "none", "")
+    cxx = "compile=layer and compile=model on a CPU: install g++ or set CXX"
+    table.add_row("C++ compiler", machine.cxx or "none", "" if machine.cxx else cxx)
+    for name, version in found["versions"].items():
+        table.add_row(name, version or "none", "" if version else OPTIONAL.get(name, ""))
+    return table
+
+
+def axes_table(machine: Machine) -> Table:
+    """One row an axis value: whether a point with it runs here, or why not."""
+    table = Table("axis", "value", "here", box=None, pad_edge=False)
+    for axis, value, reason in axis_values(machine):
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        table.add_row(axis, shown, "runs" if reason is None else reason)
+    return table
+
+
+def axis_values(machine: Machine) -> list[tuple[str, Any, str | None]]:
+    """(axis, value, why it cannot run here or None), each with the other axes at their default."""
+    values: dict[str, tuple[Any, ...]] = {
+        "tp": (1, 2, 4, 8),
+        "enforce_eager": (True, False),
+        **{axis: CHOICES[axis] for axis in ("compile", "attention", "comm", "timing")},
+    }
+    base: dict[str, Any] = {
+        "tp": 1,
+        "enforce_eager": True,
+        "compile": "off",
+        "attention": "auto",
+        "comm": "auto",
+        "timing": "host",
+        "device": machine.device,
+    }
+    return [
+        (axis, value, skip_reason({**base, axis: value}, machine))
+        for axis, choices in values.items()
+        for value in choices
+    ]
