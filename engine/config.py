@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPILE_MODES = ("off", "layer", "model")
 ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
-COMM_PATHS = ("auto", "gloo", "nccl", "symm_mem")
+COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -23,6 +23,7 @@ class EngineConfig:
         tp: number of ranks; each is a process of its own when tp > 1.
         dtype: of weights, activations and K/V; auto is the checkpoint's.
         load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
+        comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
         device: auto is cuda where a GPU is visible, else cpu.
         enforce_eager: True: no CUDA graphs.
         compile: off | layer (each decoder layer one region) | model (embedding to final norm one

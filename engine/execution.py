@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
@@ -14,9 +17,14 @@ from engine.models.qwen import Qwen3ForCausalLM
 
 
 class EagerExecution:
-    """The model as written."""
+    """The model as written.
+
+    Attributes:
+        warmup_sizes: token counts to run once before serving, because their first run differs.
+    """
 
     mode = "eager"
+    warmup_sizes: tuple[int, ...] = (1,)
 
     def __init__(self, model: Qwen3ForCausalLM, kv_cache: KVCache) -> None:
         self._model = model
@@ -26,28 +34,56 @@ class EagerExecution:
         """-> hidden states [T, H]."""
         return self._model(batch, self._kv_cache)
 
-    def warmup_sizes(self) -> tuple[int, ...]:
-        """Token counts whose first run is not like the others'."""
-        return (1,)
+    def warmed_up(self) -> None:
+        """Called once, after the warm-up sizes have run."""
+
+    def close(self) -> None:
+        """Called before the model is freed."""
 
 
 class CompiledExecution(EagerExecution):
     """torch.compile with fullgraph: `layer` makes each decoder layer one region, `model` everything
     from the embedding to the final norm.
 
-    Two graphs serve all sizes: one with a symbolic token count and one for a single token, which
-    torch specialises on. Collectives and attention are opaque operators in both.
+    A region has two graphs: one whose token count is a symbol and one for a single token, since
+    torch specialises on 1. Every other size is constant in an engine and stays a constant in the
+    code, so the symbol is marked by hand while warming up: `dynamic=True` would make symbols of the
+    cache's sizes too, and tie them to the token count wherever the two happen to be equal.
+    Collectives and attention are opaque operators in both.
     """
+
+    warmup_sizes = (2, 1)
 
     def __init__(self, model: Qwen3ForCausalLM, kv_cache: KVCache, scope: str) -> None:
         super().__init__(model, kv_cache)
         self.mode = f"compiled-{scope}"
         regions = list(model.model.layers) if scope == "layer" else [model.model]
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         for region in regions:
-            region.compile(fullgraph=True, dynamic=True)
+            self._compiled[region] = torch.compile(region.forward, fullgraph=True)
+            region.forward = partial(_marked, self._compiled[region])
 
-    def warmup_sizes(self) -> tuple[int, ...]:
-        return (2, 1)
+    def warmed_up(self) -> None:
+        for region, compiled in self._compiled.items():
+            region.forward = compiled
+
+    def close(self) -> None:
+        """Drops the process's compiled code: it hangs on the model's code objects, and the ninth
+        compiled engine of one process would pass dynamo's recompile limit, an error under
+        fullgraph. Another compiled engine alive beside this one compiles again."""
+        torch._dynamo.reset()
+
+
+def _marked(compiled: Callable[..., Any], *args: Any) -> Any:
+    """Marks the leading dimension of each tensor argument that has one row a token, then calls."""
+    batch = next(a for a in args if isinstance(a, ForwardBatch))
+    tokens = len(batch.slot_mapping)
+    tensors = [batch.input_ids, batch.positions, batch.slot_mapping]
+    tensors += [a for a in args if isinstance(a, torch.Tensor) and a.shape[0] == tokens]
+    if tokens > 1:
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    return compiled(*args)
 
 
 def build(model: Qwen3ForCausalLM, kv_cache: KVCache, scope: str) -> EagerExecution:

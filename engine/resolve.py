@@ -47,7 +47,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> EngineConfig:
         device=device,
         dtype=shape.dtype if config.dtype == "auto" else config.dtype,
         attention=_choose("attention", config.attention, _ATTENTION[device], device),
-        comm="solo" if config.tp == 1 else _choose("comm", config.comm, _COMM[device], device),
+        comm=_comm(config, device),
         max_model_len=max_model_len,
         threads_per_rank=config.threads_per_rank or max(1, _cores() // config.tp),
     )
@@ -84,6 +84,14 @@ def _choose(name: str, value: str, allowed: tuple[str, ...], device: str) -> str
             f"choose one of them or auto"
         )
     return value
+
+
+def _comm(config: EngineConfig, device: str) -> str:
+    if config.tp == 1:
+        allowed = ("solo", *_COMM[device])
+        _choose("comm", config.comm, allowed, device)
+        return "solo"
+    return _choose("comm", config.comm, _COMM[device], device)
 
 
 def _cores() -> int:

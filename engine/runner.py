@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -55,8 +54,8 @@ class Runner:
     ) -> None:
         self.comm = comm
         self.shape = shape
-        index = comm.rank if config.device == "cuda" else None
-        self.device = torch.device(config.device, index)
+        on_gpu = config.device == "cuda"
+        self.device = torch.device(f"cuda:{comm.rank}" if on_gpu else config.device)
         self._use_cache_dir(config.cache_dir)
         begin = time.perf_counter()
         assert config.max_model_len is not None
@@ -144,11 +143,11 @@ class Runner:
     def memory(self) -> dict[str, int | None]:
         """Bytes: weights, K/V, and the peak (GPU: reserved by the allocator; CPU: resident set)."""
         weights = {p.untyped_storage().data_ptr(): p.nbytes for p in self.model.parameters()}
+        peak: int | None
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_reserved(self.device)
         else:
-            # ru_maxrss is in KiB on Linux (getrusage(2)).
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = _peak_resident_bytes()
         return {
             "weights_bytes": sum(weights.values()),
             "kv_bytes": self.kv_cache.nbytes,
@@ -159,6 +158,7 @@ class Runner:
     def close(self) -> None:
         """Frees model and cache before the communicator goes; repeatable."""
         if hasattr(self, "model"):
+            self._execution.close()
             del self.model, self.kv_cache, self._execution, self._buffers
             gc.collect()
             if self.device.type == "cuda":
@@ -224,9 +224,20 @@ class Runner:
         """Runs each kind of forward once, on the dummy page; returns seconds."""
         begin = time.perf_counter()
         assert self.config.num_pages is not None
-        for tokens in self._execution.warmup_sizes():
+        for tokens in self._execution.warmup_sizes:
             plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
             self._forward(*self._buffers.fill(plan))
+        self._execution.warmed_up()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begin
+
+
+def _peak_resident_bytes() -> int | None:
+    """This process's peak resident set, None where the system does not tell (not Linux).
+
+    Not getrusage: its ru_maxrss survives exec, so a spawned rank would report its parent's peak.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

@@ -150,7 +150,8 @@ class StepPlan:
     @classmethod
     def from_bytes(cls, message: bytes) -> StepPlan:
         step, *lengths = _HEADER.unpack_from(message)
-        offset, columns = _HEADER.size, {}
+        offset = _HEADER.size
+        columns: dict[str, np.ndarray] = {}
         for (name, dtype), length in zip(_DTYPES.items(), lengths, strict=True):
             columns[name] = np.frombuffer(message, dtype=dtype, count=length, offset=offset)
             offset += columns[name].nbytes
