@@ -42,8 +42,8 @@ class Outcome:
 class Session:
     """Starts its child at once; `start` then brings up the engine in it.
 
-    After an outcome that is no success the engine is not used again: call `kill`. `close` and `kill`
-    are repeatable, and after either nothing of the child is left, ranks included.
+    After an outcome that is no success the engine is not used again: call `kill`. `close` and
+    `kill` are repeatable, and after either nothing of the child is left, ranks included.
 
     Args:
         log: file for what the child and its ranks print.
@@ -149,7 +149,7 @@ class Session:
         return Outcome("error", f"the engine's process was ended by {name}", self._tail())
 
     def _end_group(self) -> int:
-        """Ends the child and its ranks, if they have not ended, and returns the child's exit code."""
+        """Ends the child and its ranks, if they have not ended; returns the child's exit code."""
         if not self._reaped:
             # The group first: only an unreaped child still owns its number.
             with contextlib.suppress(ProcessLookupError):
@@ -170,7 +170,7 @@ class Session:
 
 
 def _kernel_oom_kills() -> int:
-    """Processes that this kernel has killed for memory since it started; 0 where it does not say."""
+    """Processes killed for memory since this kernel started; 0 where it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -23,8 +23,8 @@ class Functions:
     """What the child calls, as `module:function`, so that it is imported there alone.
 
     create() -> harness.backends.Backend, not started.
-    measure(backend, point, out_dir, progress) -> an object with `status` and `reason`; it leaves the
-    point's tables in out_dir and calls progress(text) now and then.
+    measure(backend, point, out_dir, progress) -> an object with `status` and `reason`; it leaves
+    the point's tables in out_dir and calls progress(text) now and then.
     """
 
     create: str = "harness.backends:create"
