@@ -143,7 +143,6 @@ def report(run: RunFolder) -> bool:
 
 def write_status(out: Path, point: Point, run_id: str, outcome: Outcome) -> None:
     """The tables of a point that was skipped or whose engine could not say how it ended."""
-    from harness.hardware import capture
     from harness.point import status_only_tables
     from harness.store import write_point
 
@@ -151,7 +150,6 @@ def write_status(out: Path, point: Point, run_id: str, outcome: Outcome) -> None
         point,
         outcome.status,
         outcome.reason,
-        capture(),
         run_id=run_id,
         traceback=outcome.traceback,
     )

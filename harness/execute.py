@@ -87,11 +87,11 @@ class Execution:
                         return self._record_all(group[place:], outcome, reporter)
                 session.on_progress = _phases(reporter, unit.point)
                 outcome = self._measure(session, unit, reporter)
-                if outcome.status in FAILED:
+                if not outcome.engine_alive:
                     session.kill()
                     session = None
-                    if unit.point.cfg["fail_fast"]:
-                        return False
+                if outcome.status in FAILED and unit.point.cfg["fail_fast"]:
+                    return False
             if session is not None:
                 session.close()
         finally:

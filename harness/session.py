@@ -21,6 +21,7 @@ from harness.worker import (
     Functions,
     MeasurePoint,
     Progress,
+    Started,
     StartEngine,
     serve,
 )
@@ -31,19 +32,25 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a point ended. `has_tables`: the child wrote them; else the parent must."""
+    """How a point ended.
+
+    Attributes:
+        has_tables: the child wrote the point's tables; else the parent must.
+        engine_alive: the engine can measure the next point.
+    """
 
     status: str
     reason: str | None = None
     traceback: str | None = None
     has_tables: bool = False
+    engine_alive: bool = False
 
 
 class Session:
     """Starts its child at once; `start` then brings up the engine in it.
 
-    After an outcome that is no success the engine is not used again: call `kill`. `close` and
-    `kill` are repeatable, and after either nothing of the child is left, ranks included.
+    Where an outcome's engine is not alive, call `kill`. `close` and `kill` are repeatable, and
+    after either nothing of the child is left, ranks included.
 
     Args:
         log: file for what the child and its ranks print.
@@ -127,9 +134,12 @@ class Session:
             elif isinstance(reply, Failed):
                 return Outcome(reply.status, reply.reason, reply.traceback)
             elif isinstance(reply, Done):
-                return Outcome(reply.status, reply.reason, has_tables=True)
+                return Outcome(
+                    reply.status, reply.reason, has_tables=True, engine_alive=reply.engine_alive
+                )
             else:
-                return Outcome("ok")
+                assert isinstance(reply, Started)
+                return Outcome("ok", engine_alive=True)
 
     def _timed_out(self, reason: str) -> Outcome:
         with contextlib.suppress(ProcessLookupError):

@@ -23,8 +23,9 @@ class Functions:
     """What the child calls, as `module:function`, so that it is imported there alone.
 
     create() -> harness.backends.Backend, not started.
-    measure(backend, point, out_dir, progress) -> an object with `status` and `reason`; it leaves
-    the point's tables in out_dir and calls progress(text) now and then.
+    measure(backend, point, out_dir, progress) -> harness.point.PointOutcome; it leaves the point's
+    tables in out_dir and calls progress(pass, done, planned) now and then. From the second fresh
+    engine of a point on it also gets first_repeat=, the number of its first repeat.
     """
 
     create: str = "harness.backends:create"
@@ -61,10 +62,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Done:
-    """The point has its tables."""
+    """The point has its tables. `engine_alive`: the engine can measure the next one."""
 
     status: str
     reason: str | None
+    engine_alive: bool
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,16 @@ def _measure(
     functions: Functions, backend: Any, message: MeasurePoint, connection: Connection
 ) -> Done:
     measure = _load(functions.measure)
-    outcome = measure(
-        backend,
-        message.point,
-        Path(message.out_dir),
-        lambda text: connection.send(Progress(str(text))),
-    )
-    return Done(outcome.status, outcome.reason)
+    further: dict[str, int] = {}
+    if message.process > 0:
+        further["first_repeat"] = message.process * message.point.cfg["measure"]["max_repeats"]
+
+    def progress(what: str, done: int, planned: int | None) -> None:
+        of = "" if planned is None else f" of {planned}"
+        connection.send(Progress(f"{what} {done + 1}{of}"))
+
+    outcome = measure(backend, message.point, Path(message.out_dir), progress, **further)
+    return Done(outcome.status, outcome.reason, outcome.engine_alive)
 
 
 def _failed(error: BaseException) -> Failed:
