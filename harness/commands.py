@@ -141,7 +141,7 @@ def report(run: RunFolder) -> bool:
     return made
 
 
-def write_status(out: Path, point: Point, run_id: str, outcome: Outcome) -> None:
+def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Outcome) -> None:
     """The tables of a point that was skipped or whose engine could not say how it ended."""
     from harness.point import status_only_tables
     from harness.store import write_point
@@ -151,6 +151,7 @@ def write_status(out: Path, point: Point, run_id: str, outcome: Outcome) -> None
         outcome.status,
         outcome.reason,
         run_id=run_id,
+        process=process,
         traceback=outcome.traceback,
     )
     write_point(out, tables)

@@ -16,8 +16,8 @@ from harness.runs import FAILED, KEPT, RunFolder
 from harness.session import Outcome, Session
 from harness.worker import Functions
 
-WriteStatus = Callable[[Path, Point, str, Outcome], None]
-"""(folder, point, run id, outcome) -> the tables of a point that was never measured."""
+WriteStatus = Callable[[Path, Point, int, str, Outcome], None]
+"""(folder, point, process, run id, outcome): writes the tables of a point that has none."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Execution:
     ) -> None:
         if not outcome.has_tables:
             out = self.run.begin(unit.point, unit.process)  # nothing half-written stays
-            self.write_status(out, unit.point, self.run.run_id, outcome)
+            self.write_status(out, unit.point, unit.process, self.run.run_id, outcome)
         assert out is not None
         if outcome.traceback:
             (out / "traceback.txt").write_text(outcome.traceback, encoding="utf-8")

@@ -23,9 +23,8 @@ class Functions:
     """What the child calls, as `module:function`, so that it is imported there alone.
 
     create() -> harness.backends.Backend, not started.
-    measure(backend, point, out_dir, progress) -> harness.point.PointOutcome; it leaves the point's
-    tables in out_dir and calls progress(pass, done, planned) now and then. From the second fresh
-    engine of a point on it also gets first_repeat=, the number of its first repeat.
+    measure(backend, point, out_dir, progress, process=n) -> harness.point.PointOutcome; it leaves
+    the point's tables in out_dir and calls progress(text) now and then.
     """
 
     create: str = "harness.backends:create"
@@ -112,15 +111,13 @@ def _measure(
     functions: Functions, backend: Any, message: MeasurePoint, connection: Connection
 ) -> Done:
     measure = _load(functions.measure)
-    further: dict[str, int] = {}
-    if message.process > 0:
-        further["first_repeat"] = message.process * message.point.cfg["measure"]["max_repeats"]
-
-    def progress(what: str, done: int, planned: int | None) -> None:
-        of = "" if planned is None else f" of {planned}"
-        connection.send(Progress(f"{what} {done + 1}{of}"))
-
-    outcome = measure(backend, message.point, Path(message.out_dir), progress, **further)
+    outcome = measure(
+        backend,
+        message.point,
+        Path(message.out_dir),
+        lambda text: connection.send(Progress(text)),
+        process=message.process,
+    )
     return Done(outcome.status, outcome.reason, outcome.engine_alive)
 
 
