@@ -14,8 +14,8 @@ from harness.tables import columns
 
 
 class FigureRows:
-    """Collects figures of one point. `key` is run_id and point_id; `where` below is any of repeat,
-    phase, kind, site, bytes, ranks."""
+    """Collects figures of one point. `key` is run_id, point_id and process; `where` below is any
+    of repeat, phase, kind, site, bytes, ranks."""
 
     def __init__(self, key: Mapping[str, Any], n_process: int = 1) -> None:
         self._key = {**key, "n_process": n_process}

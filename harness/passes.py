@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from harness.plan import Point
     from harness.workload import Workload
 
-Progress = Callable[[str, int, int | None], None]
-"""Called as progress(pass, done, planned): warmup, plain or host; planned is None where the
-stopping rule decides."""
+Progress = Callable[[str], None]
+"""Called with a few words whenever something begins."""
 
 INSTRUMENTED = "host"
 
@@ -79,7 +78,7 @@ class Passes:
         where requests arrive over time, once all together, which makes the largest batches."""
         times = max(1, self.cfg["measure"]["warmup"])
         for i in range(times):
-            self.progress("warmup", i, times)
+            self.progress(f"warm-up {i + 1} of {times}")
             self._serve(asked, "warmup", i)
         if asked.arrivals_s is not None:
             self._serve(asked, "warmup", times, arrivals=False)
@@ -89,7 +88,7 @@ class Passes:
         plan = self.cfg["measure"]
         begin = time.perf_counter()
         while True:
-            self.progress("plain", len(self.plain), None)
+            self.progress(f"repeat {len(self.plain) + 1} of {plan['min_repeats']} or more")
             window = self._serve(asked, "plain", len(self.plain))
             self.plain.append(window)
             check_outputs(window)
@@ -106,7 +105,7 @@ class Passes:
         wanted = self._usable_instruments()
         if not wanted:
             return
-        self.progress(INSTRUMENTED, 0, 1)
+        self.progress(f"with instruments: {', '.join(wanted)}")
         factories = observers.factories(wanted)
         self.backend.attach(list(factories.values()))
         try:

@@ -34,13 +34,22 @@ class PointOutcome:
 
 
 def measure_point(
-    backend: Backend, point: Point, out_dir: Path, progress: Progress | None = None
+    backend: Backend,
+    point: Point,
+    out_dir: Path,
+    progress: Progress = lambda text: None,
+    process: int = 0,
 ) -> PointOutcome:
     """Measures a point on a started engine and writes its tables into `out_dir`, which stands at
-    `<run>/points/<name>`. An exception becomes a row; only what ends the process gets out."""
+    `<run>/points/<name>`. An exception becomes a row; only what ends the process gets out.
+
+    Args:
+        progress: called with a few words whenever something begins.
+        process: which of the point's fresh engines this one is, from 0 (measure.n_process).
+    """
     run_id = out_dir.parent.parent.name
-    passes = Passes(backend, point, progress or (lambda *_: None))
-    rows = _Rows(passes, run_id)
+    passes = Passes(backend, point, progress)
+    rows = _Rows(passes, run_id, process)
     try:
         status, reason = passes.run()
         found = rows.measured(status, reason)
@@ -62,6 +71,7 @@ def status_only_tables(
     reason: str | None,
     *,
     run_id: str,
+    process: int = 0,
     environment: Mapping[str, Any] | None = None,
     effective: Mapping[str, Any] | None = None,
     traceback: str | None = None,
@@ -71,7 +81,8 @@ def status_only_tables(
     `points` that are known (started_at, wall_s, notes, ...)."""
     env = hardware.capture() if environment is None else environment
     full = tables.point_columns(point, run_id, env, effective)
-    full |= {"repeat": 0, "status": status, "reason": reason, "traceback": traceback, **row}
+    full |= {"process": process, "repeat": 0, "status": status, "reason": reason}
+    full |= {"traceback": traceback, **row}
     return {"points": tables.columns("points", [full])}
 
 
@@ -86,10 +97,10 @@ def _own_errors() -> tuple[type[Exception], ...]:
 class _Rows:
     """The tables of one point, from whatever its passes have measured."""
 
-    def __init__(self, passes: Passes, run_id: str) -> None:
+    def __init__(self, passes: Passes, run_id: str, process: int) -> None:
         self.passes, self.backend, self.cfg = passes, passes.backend, passes.cfg
         self.run_id = run_id
-        self.key = {"run_id": run_id, "point_id": passes.point.point_id}
+        self.key = {"run_id": run_id, "point_id": passes.point.point_id, "process": process}
 
     def measured(self, status: str, reason: str | None) -> dict[str, TableData]:
         from harness import attribution
@@ -130,6 +141,7 @@ class _Rows:
             self.passes.point, self.run_id, hardware.capture(), _effective(self.backend)
         )
         fixed |= {
+            "process": self.key["process"],
             "status": status,
             "reason": reason,
             "traceback": traceback,

@@ -27,6 +27,7 @@ class Column:
 _KEY = """
 run_id       string! - folder of the run under results/runs
 point_id     string! - hash of the point's resolved configuration
+process      int!    - which of the point's fresh engines, from 0
 """
 _REPEAT = "repeat       int!    - number of the repeat within its pass, from 0\n"
 

@@ -1,0 +1,199 @@
+"""The summary of a run: a row a point, as a DataFrame, a printed table, markdown or CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.store import load
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
+        "device", "model", "model.path", "model.load_format", "workload", "workload.prompt_tokens",
+        "workload.output_tokens", "workload.arrivals", "timing", "cache")  # fmt: skip
+ALWAYS = ("tp", "batch", "enforce_eager", "compile")
+RANKED = ("ok", "contaminated")
+
+# Column -> (name, stat, further conditions) of the metrics table.
+_FIGURES: dict[str, tuple[str, str, dict[str, str | None]]] = {
+    "output_tok_s": ("output_tok_s", "mean", {}),
+    "decode_tok_s": ("decode_tok_s", "mean", {}),
+    "prefill_tok_s": ("prefill_tok_s", "mean", {}),
+    "ttft_p50_s": ("ttft", "p50", {}),
+    "queue_p50_s": ("queue", "p50", {}),
+    "tpot_p50_s": ("tpot", "p50", {}),
+    "step_p50_us": ("step_us", "p50", {"ranks": "max"}),
+    "all_reduces_per_step": ("all_reduces_per_step", "p50", {}),
+    "transfer_us_per_step": ("transfer_us_per_step", "p50", {}),
+    "wait_us_per_step": ("wait_us_per_step", "p50", {"ranks": "max"}),
+    "comm_share": ("comm_share", "value", {"ranks": "max"}),
+}
+_BY_PHASE = ("step_p50_us", "transfer_us_per_step", "wait_us_per_step", "comm_share")
+
+
+def summary(run_dir: str | Path) -> pd.DataFrame:
+    """One row a point, in the order of the run.
+
+    Columns: index, point_id, status, the axes, n_process, repeats, the figures of _FIGURES, spread
+    (standard deviation / median of output_tok_s over all repeats), scaling_efficiency, phase (that
+    the step's figures are of: decode, or prefill where the workload has no pure decode step),
+    reason. A point of several fresh engines has the median of their figures. Points that are not ok
+    have no figures; contaminated ones have, under their status.
+    """
+    import pandas as pd
+
+    results = load(run_dir)
+    points = results.table(
+        "points", ["point_id", "process", "repeat", "index", "status", "reason", *AXES]
+    )
+    metrics = results.table(
+        "metrics", ["point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks"]
+    )
+    of_point = {str(k): group for k, group in metrics.groupby("point_id", sort=False)}
+    rows = []
+    for point_id, group in points.groupby("point_id", sort=False):
+        worst = group.assign(bad=group["status"] != "ok").sort_values("bad", ascending=False)
+        first = worst.iloc[0]
+        row: dict[str, Any] = {"index": first["index"], "point_id": point_id}
+        row |= {name: first[name] for name in ("status", *AXES)}
+        row["n_process"] = int(group["process"].nunique())
+        row["repeats"] = len(group) if first["status"] in RANKED else 0
+        measured = of_point.get(str(point_id)) if first["status"] in RANKED else None
+        row |= _figures(measured)
+        row["reason"] = first["reason"]
+        rows.append(row)
+    frame = pd.DataFrame(rows, columns=_columns())
+    frame = frame.sort_values("index", kind="stable").reset_index(drop=True)
+    frame["scaling_efficiency"] = scaling_efficiency(frame)
+    return frame
+
+
+def _columns() -> list[str]:
+    figures = [*_FIGURES, "spread", "scaling_efficiency", "phase"]
+    return ["index", "point_id", "status", *AXES, "n_process", "repeats", *figures, "reason"]
+
+
+def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
+    """A row's figures; None where there is none."""
+    found: dict[str, Any] = dict.fromkeys([*_FIGURES, "spread", "scaling_efficiency", "phase"])
+    if metrics is None:
+        return found
+    rates = metrics[(metrics["name"] == "output_tok_s") & metrics["repeat"].notna()]["value"]
+    if len(rates) > 1:
+        found["spread"] = float(rates.std() / rates.median())
+    whole = metrics[metrics["repeat"].isna() & metrics["value"].notna()]
+    steps = whole[whole["name"] == "step_us"]["phase"]
+    found["phase"] = next((p for p in ("decode", "mixed", "prefill") if (steps == p).any()), None)
+    for column, (name, stat, where) in _FIGURES.items():
+        chosen = whole[(whole["name"] == name) & (whole["stat"] == stat)]
+        for key, value in where.items():
+            chosen = chosen[chosen[key] == value]
+        if column in _BY_PHASE:
+            chosen = chosen[chosen["phase"] == found["phase"]]
+        if len(chosen):
+            found[column] = float(chosen["value"].median())
+    return found
+
+
+def scaling_efficiency(frame: pd.DataFrame) -> list[float | None]:
+    """output_tok_s(tp) / (tp x output_tok_s(1)) with the point of tp=1 that has all other axes
+    equal; None where there is no such point that is ok, or this one is not."""
+    others = [axis for axis in AXES if axis not in ("tp", "comm")]  # one rank has no collectives
+    keys = frame[others].astype(object).where(frame[others].notna(), None)
+    keyed = [tuple(row) for row in keys.itertuples(index=False)]
+    good = (frame["status"] == "ok").tolist()
+    rates, tps = frame["output_tok_s"].tolist(), frame["tp"].tolist()
+    single = {
+        key: rate
+        for key, rate, tp, ok in zip(keyed, rates, tps, good, strict=True)
+        if ok and tp == 1
+    }
+    return [
+        float(rate) / (int(tp) * float(single[key])) if ok and key in single else None
+        for key, rate, tp, ok in zip(keyed, rates, tps, good, strict=True)
+    ]
+
+
+# Printed column: heading, column of the summary, factor, format.
+_PRINTED: tuple[tuple[str, str, float, str], ...] = (
+    ("output tok/s", "output_tok_s", 1, ",.0f"),
+    ("+- %", "spread", 100, ".1f"),
+    ("TPOT ms", "tpot_p50_s", 1e3, ".2f"),
+    ("step us", "step_p50_us", 1, ",.0f"),
+    ("all-reduces/step", "all_reduces_per_step", 1, ".0f"),
+    ("transfer us/step", "transfer_us_per_step", 1, ",.0f"),
+    ("wait us/step", "wait_us_per_step", 1, ",.0f"),
+    ("comm %", "comm_share", 100, ".1f"),
+    ("scaling eff.", "scaling_efficiency", 1, ".2f"),
+)
+_EXTRA: tuple[tuple[str, str, float, str], ...] = (
+    ("TTFT ms", "ttft_p50_s", 1e3, ".1f"),
+    ("queue ms", "queue_p50_s", 1e3, ".1f"),
+)
+
+
+def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
+    """(headings, rows of text, what is equal in all rows): the axes that vary and the printed
+    figures; `-` is a missing figure."""
+    import pandas as pd
+
+    varying = [a for a in AXES if a in ALWAYS or len(set(map(str, frame[a]))) > 1]
+    same = [a for a in AXES if a not in varying and len(frame) and pd.notna(frame[a].iloc[0])]
+    printed = list(_PRINTED)
+    if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
+        printed[2:2] = _EXTRA
+    headings = ["status", *varying, *(p[0] for p in printed), "reason"]
+    rows = []
+    for _, point in frame.iterrows():
+        cells = [str(point["status"]), *(_text(point[a]) for a in varying)]
+        for _, column, factor, spec in printed:
+            value = point[column]
+            cells.append("-" if pd.isna(value) else format(float(value) * factor, spec))
+        rows.append([*cells, "" if pd.isna(point["reason"]) else str(point["reason"])])
+    return headings, rows, ", ".join(f"{a}={_text(frame[a].iloc[0])}" for a in same)
+
+
+def _text(value: Any) -> str:
+    import pandas as pd
+
+    if pd.isna(value):
+        return "-"
+    return str(bool(value)).lower() if isinstance(value, bool) else str(value)
+
+
+def markdown(run_dir: str | Path) -> str:
+    """The printed table as markdown, with what all points share above it."""
+    headings, rows, same = view(summary(run_dir))
+    return f"{same}\n\n" + "\n".join(
+        f"| {' | '.join(cell.replace('|', '/') for cell in line)} |"
+        for line in (headings, ["---"] * len(headings), *rows)
+    )
+
+
+def csv(run_dir: str | Path) -> str:
+    """The whole summary as CSV; a missing figure is an empty field."""
+    return str(summary(run_dir).to_csv(index=False))
+
+
+def print_summary(run_dir: str | Path, console: Console) -> None:
+    """Prints the table; reasons wrap, figures do not."""
+    from rich.table import Table
+
+    headings, rows, same = view(summary(run_dir))
+    table = Table(title=same, title_justify="left", box=None, pad_edge=False)
+    left = set(headings) - {p[0] for p in (*_PRINTED, *_EXTRA)}
+    for heading in headings:
+        justify: Any = "left" if heading in left else "right"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading == "status")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+
+
+def figures() -> Iterable[str]:
+    """Names of the summary's figures, in order."""
+    return tuple(_FIGURES)
