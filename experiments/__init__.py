@@ -1,1 +1,1 @@
-"""One file per question: its summary table, its figure, the claim it tests and the claim's source."""
+"""One file per question: its summary table, its figure, the claim it tests and its source."""
