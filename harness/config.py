@@ -34,94 +34,94 @@ class SettingsError(ValueError):
 
 @dataclass
 class ModelConfig:
-    """Which weights. `name`: auto | tiny | a published size (qwen3-0.6b, ...); `path`: a directory
-    or hub id in Hugging Face format, which wins over `name`."""
+    """Which weights."""
 
-    name: str = "auto"
-    path: str | None = None
-    load_format: str = "auto"
+    name: str = "auto"  # auto (tiny on a CPU, qwen3-0.6b with GPUs), tiny, qwen3-0.6b ... qwen3-32b
+    path: str | None = None  # directory or hub id in Hugging Face format; wins over name
+    load_format: str = "auto"  # auto: the checkpoint; dummy: seeded noise, needs no weights
 
 
 @dataclass
 class WorkloadConfig:
-    """What is asked. Lengths in tokens; arrivals: all, trace or poisson(requests per second)."""
+    """What is asked of the engine."""
 
-    kind: str = "decode"
-    prompt_tokens: int = 16
-    output_tokens: int = 32
-    num_requests: int | None = None
-    trace: str | None = None
-    arrivals: str = "all"
-    temperature: float = 0.0
-    seed: int = 0
-    max_tokens_cap: int | None = None
-    prompt_cap: int | None = None
+    kind: str = "decode"  # set by the groups of the same names
+    prompt_tokens: int = 16  # of each prompt (decode, prefill)
+    output_tokens: int = 32  # of each request (decode, prefill)
+    num_requests: int | None = None  # the first so many (trace, nano_vllm); null: all
+    trace: str | None = None  # CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens
+    arrivals: str = "all"  # all (at once), trace (the file's times), poisson(RATE), RATE in 1/s
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # of prompts, arrivals and sampling
+    max_tokens_cap: int | None = None  # most output tokens of a request (trace, nano_vllm)
+    prompt_cap: int | None = None  # most prompt tokens of a request (trace, nano_vllm)
 
 
 @dataclass
 class EngineSection:
-    """Settings of the engine that are no axes; null: derived (max_num_seqs from the batches)."""
+    """Settings of the engine that are no axes."""
 
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    num_pages: int | None = None
-    prefix_cache: bool = False
-    memory_utilization: float = 0.9
-    threads_per_rank: int | None = None
-    seed: int = 0
+    max_model_len: int | None = None  # tokens of prompt + output; null: what the model takes
+    max_num_seqs: int | None = None  # requests in the cache at once; null: the largest batch
+    max_num_batched_tokens: int | None = None  # query tokens of a step; null: the engine's default
+    num_pages: int | None = None  # pages of the K/V cache; null: from free memory
+    prefix_cache: bool = False  # reuse K/V of equal prefixes; off: repeats do equal work
+    memory_utilization: float = 0.9  # share of a GPU's memory for weights and cache
+    threads_per_rank: int | None = None  # intra-op threads of a CPU rank; null: cores // tp
+    seed: int = 0  # of dummy weights
 
 
 @dataclass
 class MeasureConfig:
-    """How long a point is repeated. `rel_noise` is a share of the median; times in seconds;
-    `n_process`: how many fresh engines measure the same point."""
+    """How often a point is repeated, and how long it may take."""
 
-    name: str = "quick"
-    warmup: int = 1
-    min_repeats: int = 3
-    max_repeats: int = 10
-    rel_noise: float = 0.05
-    wall_limit_s: float = 30.0
-    n_process: int = 1
-    point_timeout_s: float = 600.0
-    startup_timeout_s: float = 900.0
+    name: str = "quick"  # set by the groups of the same names
+    warmup: int = 1  # runs of the whole workload before the first that counts
+    min_repeats: int = 3  # measured runs at least
+    max_repeats: int = 10  # measured runs at most
+    rel_noise: float = 0.05  # stop when std / median of the repeats' tok/s is this small
+    wall_limit_s: float = 30.0  # seconds after which no further repeat begins
+    n_process: int = 1  # fresh engines that measure the same point
+    point_timeout_s: float = 600.0  # seconds after which a point ends as timeout
+    startup_timeout_s: float = 900.0  # seconds that an engine may take to start
 
 
 @dataclass
 class InstrumentConfig:
     """What the instrumented pass attaches; the plain pass has nothing attached."""
 
-    collectives: bool = False
-    nvtx: bool = False
-    counts: bool = False
+    collectives: bool = False  # a row for every collective on every rank
+    nvtx: bool = False  # NVTX ranges for a profiler
+    counts: bool = False  # collectives counted by kind and site, compared with the expected number
 
 
 @dataclass
 class BenchConfig:
-    """One point before planning. A key that is not here is an error wherever it is written."""
+    """One point before planning. A key that is not here is an error wherever it is written.
 
-    action: str = "run"
-    experiment: str | None = None
-    tp: int = 1
-    batch: int = 1
-    enforce_eager: bool = True
-    compile: str = "off"
-    attention: str = "auto"
-    comm: str = "auto"
-    page_size: int = 16
-    dtype: str = "auto"
-    device: str = "auto"
+    The comment behind a field, here and above, is its description in docs/config.md."""
+
+    action: str = "run"  # set by the verb of the command line
+    experiment: str | None = None  # set by +experiment=NAME; part of the run folder's name
+    tp: int = 1  # ranks of the tensor-parallel group
+    batch: int = 1  # requests at once
+    enforce_eager: bool = True  # false: decode steps replay CUDA graphs
+    compile: str = "off"  # layer: each decoder layer a region; model: embedding to final norm one
+    attention: str = "auto"  # auto: the fastest that runs here
+    comm: str = "auto"  # auto: nccl on GPUs, gloo on CPUs
+    page_size: int = 16  # tokens of one K/V page
+    dtype: str = "auto"  # auto: the checkpoint's
+    device: str = "auto"  # auto: cuda where a GPU is visible
     model: ModelConfig = field(default_factory=ModelConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     engine: EngineSection = field(default_factory=EngineSection)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     instrument: InstrumentConfig = field(default_factory=InstrumentConfig)
-    timing: str = "host"
-    cache: str = "cold"
-    fail_fast: bool = False
-    resume: str = "auto"
-    results_dir: str = "results/runs"
+    timing: str = "host"  # what times a collective: stamps or events on a GPU, host anywhere
+    cache: str = "cold"  # compile caches: cold (a fresh folder per engine), warm (kept)
+    fail_fast: bool = False  # true: stop after the first point that fails
+    resume: str = "auto"  # auto (newest unfinished run of the same plan), never, or a run folder
+    results_dir: str = "results/runs"  # run folders are made here
 
 
 def register() -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 TREE_WIDTH = 110  # columns; a page of a code host shows about 115
 TREE_NAMES = 24  # column at which descriptions start
+Comments = dict[tuple[str, str], str]  # (class, field) -> the comment behind the field
 # What has no docstring to take the description from.
 TREE_OTHER = {
     "conf": "the Hydra configuration; packed into a wheel as harness/conf",
@@ -88,10 +89,10 @@ def tree() -> str:
 # -- settings and presets -------------------------------------------------------------------------
 
 
-def field_comments(source: str) -> dict[tuple[str, str], str]:
+def field_comments(source: str) -> Comments:
     """(class, field) -> the comment behind the field; comment lines directly below continue it."""
     lines = source.splitlines()
-    comments: dict[tuple[str, str], str] = {}
+    comments: Comments = {}
     for node in ast.parse(source).body:
         for item in node.body if isinstance(node, ast.ClassDef) else []:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
@@ -106,21 +107,32 @@ def field_comments(source: str) -> dict[tuple[str, str], str]:
     return comments
 
 
-def setting_rows(cls: Any, comments: dict[tuple[str, str], str], prefix: str = "") -> Iterator[str]:
+def composed() -> Any:
+    """The configuration that a command line without settings gives."""
+    from hydra import compose, initialize_config_dir
+
+    from harness.config import register
+
+    register()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config")
+
+
+def setting_rows(cls: Any, comments: Comments, config: Any, prefix: str = "") -> Iterator[str]:
     from harness.config import CHOICES
 
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         key, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from setting_rows(hint, comments, f"{key}.")
+            yield from setting_rows(hint, comments, config[field.name], f"{key}.")
             continue
         meaning = comments.get((cls.__name__, field.name), "").replace("|", r"\|")
         if not meaning:
             where = f"{cls.__name__}.{field.name}"
             raise SystemExit(f"harness/config.py: {where} has no comment behind it")
-        kind = " or ".join(f"`{c}`" for c in CHOICES.get(key, ())) or type_name(hint)
-        yield f"| `{key}` | {kind} | `{yaml_value(field.default)}` | {meaning} |"
+        kind = ", ".join(f"`{c}`" for c in CHOICES.get(key, ())) or type_name(hint)
+        yield f"| `{key}` | {kind} | `{yaml_value(config[field.name])}` | {meaning} |"
 
 
 def type_name(hint: Any) -> str:
@@ -140,7 +152,7 @@ def settings() -> str:
 
     comments = field_comments((ROOT / "harness" / "config.py").read_text(encoding="utf-8"))
     head = ["| setting | value | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([*head, *setting_rows(BenchConfig, comments)])
+    return "\n".join([*head, *setting_rows(BenchConfig, comments, composed())])
 
 
 def first_comment(path: Path) -> str:
