@@ -164,7 +164,9 @@ def _layers(rows: np.ndarray) -> np.ndarray:
     """Each layer has two all-reduces, so the k-th of them in a step is of layer k // 2 (with the
     embedding's at ordinal 0 that is (ordinal - 1) // 2)."""
     in_layer = np.isin(rows["site"], [int(s) for s in _LAYER_SITES])
-    before = np.cumsum(in_layer) - in_layer  # rows of layers before this one, in all steps
+    before: np.ndarray = (
+        np.cumsum(in_layer) - in_layer
+    )  # rows of layers before this one, in all steps
     starts = np.concatenate([[True], rows["step"][1:] != rows["step"][:-1]])[: len(rows)]
     base = np.maximum.accumulate(np.where(starts, before, 0))
     return np.where(in_layer, (before - base) // 2, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def instrumented_figures(
     """Everything that the joined records and the plain pass' clean steps give."""
     _counts(rows, joined, shape, pass_name)
     for record, floor, tick in zip(joined.records, joined.floor_us, joined.tick_us, strict=True):
-        where = {"pass_name": pass_name, "ranks": str(record.rank)}
+        where: dict[str, Any] = {"pass_name": pass_name, "ranks": str(record.rank)}
         rows.add("floor_us", float(floor), n=1, **where)
         rows.add("tick_us", float(tick), n=1, **where)
     _latencies(rows, joined, pass_name)
@@ -82,7 +83,7 @@ def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:
     algbw, busbw = bandwidth(joined)
     for key, chosen in _groups(joined):
         phase, kind, site, size = key
-        where = {
+        where: dict[str, Any] = {
             "pass_name": pass_name,
             "phase": PHASES[phase],
             "kind": Kind(kind).label,
@@ -131,7 +132,7 @@ def _per_step(rows: FigureRows, joined: Joined, pass_name: str) -> None:
         )
         if reason is not None:
             steps = np.zeros_like(steps)
-        where = {"pass_name": pass_name, "phase": phase, "reason": reason}
+        where: dict[str, Any] = {"pass_name": pass_name, "phase": phase, "reason": reason}
         rows.summarise("transfer_us_per_step", transfer[steps], **where)
         rows.summarise("wait_us_per_step", wait[steps].min(axis=1), ranks="min", **where)
         rows.summarise("wait_us_per_step", wait[steps].max(axis=1), ranks="max", **where)
@@ -141,7 +142,10 @@ def _shares(rows: FigureRows, joined: Joined, clean: Sequence[Window], pass_name
     logs = [np.concatenate([w.steps[r] for w in clean]) for r in range(joined.world)]
     for phase in (None, *range(len(PHASES))):
         chosen = np.ones(len(joined.rows), bool) if phase is None else joined.phases() == phase
-        where = {"pass_name": pass_name, "phase": None if phase is None else PHASES[phase]}
+        where: dict[str, Any] = {
+            "pass_name": pass_name,
+            "phase": None if phase is None else PHASES[phase],
+        }
         n = int(chosen.sum())
         found = shares(joined, logs, phase)
         for name in ("comm_share", "transfer_share", "wait_share"):
@@ -164,7 +168,7 @@ def _instrument_cost(
     for code, phase in enumerate(PHASES):
         steps = joined.steps["phase"] == code
         plain = np.concatenate([w.step_us(code) for w in clean]).max(axis=1)
-        where = {"pass_name": pass_name, "phase": phase}
+        where: dict[str, Any] = {"pass_name": pass_name, "phase": phase}
         n = int(steps.sum())
         if n == 0 or len(plain) == 0:
             for name in ("instrument_us", "instrument_share"):

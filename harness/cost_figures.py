@@ -27,7 +27,7 @@ def cost_figures(
     """Costs of a decode step of a fixed batch, from the model's shape, and MBU and MFU."""
     work, effective, shape = cfg["workload"], backend.effective, backend.shape
     itemsize = roofline.ITEM_BYTES[str(effective["dtype"])]
-    where = {"pass_name": "plain", "source": "model", "phase": "decode"}
+    where: dict[str, Any] = {"pass_name": "plain", "source": "model", "phase": "decode"}
     cost = None
     if work["kind"] in ("decode", "prefill"):
         cost = roofline.mean_decode_cost(
@@ -41,13 +41,13 @@ def cost_figures(
     reason = None if cost else _VARIES if work["kind"] == "trace" else "no pure decode step"
     if work["kind"] == "nano_vllm":
         reason = _VARIES
-    values = {
-        "weights_read_bytes": cost and cost.weights_bytes,
-        "kv_bytes": cost and cost.kv_bytes,
-        "step_bytes": cost and cost.bytes,
-        "step_flops": cost and cost.flops,
-    }
-    for name, value in values.items():
+    costs: dict[str, float | None] = dict.fromkeys(
+        ("weights_read_bytes", "kv_bytes", "step_bytes", "step_flops")
+    )
+    if cost is not None:
+        values = (cost.weights_bytes, cost.kv_bytes, cost.bytes, cost.flops)
+        costs = dict(zip(costs, values, strict=True))
+    for name, value in costs.items():
         rows.add(name, value, n=int(value is not None), reason=reason, **where)
     times = np.concatenate([w.step_us(DECODE) for w in windows]).max(axis=1)
     mbu = mfu = None

@@ -137,7 +137,9 @@ class NvtxObserver:
 
     def __init__(self, rank: int, world: int, device: str, annotate: Any = None) -> None:
         if annotate is None:
-            from nvtx import annotate
+            import nvtx
+
+            annotate = nvtx.annotate
         self._annotate = annotate
         self._ranges: dict[tuple[Any, ...], Any] = {}
         self._pushed = 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-TableData = Mapping[str, Sequence[Any]]  # column name -> values, all of one length
+TableData = Mapping[str, Any]  # column name -> list or array of values, all of one length
 
 
 class StoreError(ValueError):

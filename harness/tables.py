@@ -146,7 +146,7 @@ def collectives(
         "mode": np.array([*record.modes, ""], object)[step["mode"]],
         "path": np.array([*record.paths, ""], object)[rows["path"]],
         "transfer_us": joined.transfer_us,
-        "transfer_reason": np.where(rooted, "rooted", None),
+        "transfer_reason": np.array([None, "rooted"], object)[rooted.astype(int)],
         "algbw_GBps": algbw,
         "busbw_GBps": busbw,
         "world": _filled(world, n),
@@ -230,7 +230,9 @@ def _filled(value: Any, n: int) -> np.ndarray:
 
 def _nullable(values: np.ndarray) -> np.ndarray:
     """-1 stands for null."""
-    return np.where(values >= 0, values, None)
+    found = values.astype(object)
+    found[values < 0] = None
+    return found
 
 
 def _with_key(key: Mapping[str, Any], table: dict[str, np.ndarray]) -> TableData:
