@@ -33,9 +33,8 @@ class Scheduler:
     from prompt + output, less what the prefix cache still holds. The oldest request is never
     preempted for another and fits the pool alone (`add` checks that), so every step makes progress.
     A step that preempts admits nobody, and a head that did not fit is tried again only after pages
-    were released; otherwise each step would look up its prefix, at a cost linear in its length.
-
-    Work per step is linear in the batch and in the tokens computed, and flat in context length.
+    were released: looking its prefix up in each step would cost work linear in its length, where a
+    step's work is linear in its batch and its tokens only.
 
     Args:
         max_num_seqs: requests that hold a slot and pages at once.
@@ -79,6 +78,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is planned and not yet booked by `update`."""
+        return self._in_flight is not None
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -143,11 +147,8 @@ class Scheduler:
         return schedule
 
     def update(self, schedule: Schedule, sampled: Sequence[int], now_s: float) -> list[Request]:
-        """Books a computed step.
-
-        Args:
-            sampled: token ids of the sequences that sample, in their order.
-            now_s: `time.perf_counter()` seconds at which these tokens were handed out.
+        """Books a computed step. `sampled`: ids of the sequences that sample, in their order;
+        `now_s`: when they were handed out, `time.perf_counter()` seconds.
 
         Returns the requests that finished, finish_reason and finished_s set.
         """
@@ -284,7 +285,6 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._releases += 1
         request.page_ids = []
-        request.pages_sent = 0
         request.slot = -1
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

@@ -18,6 +18,7 @@ from engine.blocks import BlockPool
 from engine.errors import RequestError
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Schedule, Scheduler
+from engine.step import StepPlan
 
 VOCAB = 7
 EOS = {0}
@@ -56,37 +57,45 @@ def reference(
 
 
 class FakeModel:
-    """Executes schedules on a K/V store of one digest for each (page, offset)."""
+    """Executes schedules as a rank does: it knows a step from its message alone, keeps block tables
+    and last tokens by slot, and has a K/V store of one digest for each (page, offset)."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, num_pages: int, max_num_seqs: int) -> None:
         self.page_size = page_size
         self.store: dict[tuple[int, int], int] = {}
-        self.written: dict[Request, set[int]] = {}
-        self.history: dict[Request, tuple[int, int]] = {}
+        self.block_tables = [[-1] * num_pages for _ in range(max_num_seqs)]
+        self.last_tokens = [-1] * max_num_seqs
+        self.written: dict[Request, set[int]] = {}  # since the last admission
 
-    def cell(self, request: Request, position: int) -> tuple[int, int]:
-        return request.page_ids[position // self.page_size], position % self.page_size
-
-    def run(self, schedule: Schedule, pool: BlockPool) -> list[int]:
-        sampled = []
+    def run(self, step: int, schedule: Schedule, pool: BlockPool) -> list[int]:
         for request in schedule.preempted:
             self.written.pop(request, None)
-        for seq in schedule.seqs:
-            request, stop = seq.request, seq.start + seq.query_len
-            written = self.written.setdefault(request, set())
-            for position in range(seq.start, stop):
-                cell = self.cell(request, position)
-                before = self.store[self.cell(request, position - 1)] if position else 0
-                assert pool.references(cell[0]) == 1, "a page that others read is written"
+        message = StepPlan.from_schedule(step, schedule.seqs).to_bytes()
+        plan = StepPlan.from_bytes(message)
+        ids, pages = iter(plan.token_ids.tolist()), iter(plan.pages.tolist())
+        sampled = []
+        for row, seq in enumerate(schedule.seqs):
+            slot, start = int(plan.slots[row]), int(plan.starts[row])
+            table = self.block_tables[slot]
+            for index in range(plan.page_counts[row]):
+                table[plan.page_starts[row] + index] = next(pages)
+            stop = start + int(plan.query_lens[row])
+            cells = [(table[p // self.page_size], p % self.page_size) for p in range(stop)]
+            written = self.written.setdefault(seq.request, set())
+            for position in range(start, stop):
+                token = next(ids)
+                token = self.last_tokens[slot] if token < 0 else token
+                before = self.store[cells[position - 1]] if position else 0
+                assert pool.references(cells[position][0]) == 1, "a shared page is written"
                 assert position not in written, "a position is written twice"
                 written.add(position)
-                self.store[cell] = extend(before, request.token(position))
+                self.store[cells[position]] = extend(before, token)
             # What attention reads is this request's own prefix, reused pages included.
-            tokens = [request.token(p) for p in range(stop)]
-            read = [self.store[self.cell(request, p)] for p in range(stop)]
-            assert read == digests(tokens)
-            if seq.samples:
-                sampled.append(sample(read[-1]))
+            read = [self.store[cell] for cell in cells]
+            assert read == digests([seq.request.token(p) for p in range(stop)])
+            if plan.samples[row]:
+                self.last_tokens[slot] = sample(read[-1])
+                sampled.append(self.last_tokens[slot])
         return sampled
 
 
@@ -169,7 +178,7 @@ class Run:
             max_model_len=load.max_model_len,
             eos_token_ids=EOS,
         )
-        self.model = FakeModel(load.page_size)
+        self.model = FakeModel(load.page_size, load.num_pages, load.max_num_seqs)
         self.requests = [
             Request(str(i), list(prompt), params, seed=i, arrival_s=0.0)
             for i, (prompt, params) in enumerate(zip(load.prompts, load.params, strict=True))
@@ -210,7 +219,7 @@ class Run:
             assert not hit or seq.start % self.load.page_size == 0
             assert self.load.prefix_cache or not hit or seq.start == 0
         self.preemptions += len(schedule.preempted)
-        sampled = self.model.run(schedule, self.pool)
+        sampled = self.model.run(number, schedule, self.pool)
         self.abort(number, in_flight=True)
         self.finished += self.scheduler.update(schedule, sampled, now_s=float(number))
         self.scheduler.check_invariants()
