@@ -72,7 +72,11 @@ class EngineCore:
         finished, self._refused = self._refused, []
         if plan is None:
             return finished
-        finished += self.collect(schedule, self.launch(plan))
+        try:
+            finished += self.collect(schedule, self.launch(plan))
+        except BaseException:
+            self._abandon(schedule)
+            raise
         self._runner.record_wall(begin, time.perf_counter_ns())
         return finished
 
@@ -101,6 +105,16 @@ class EngineCore:
         """Reads the ids back, appends them, and returns the requests that ended."""
         sampled = self._runner.collect(ids)
         return self._scheduler.update(schedule, sampled, time.perf_counter())
+
+    def _abandon(self, schedule: Schedule) -> None:
+        """An interrupted step (Ctrl-C, an observer that raises): its requests end as aborted, and
+        since nobody knows which K/V was written, no cached prefix is trusted any more."""
+        for seq in schedule.seqs:
+            self.abort(seq.request.request_id)
+        if self._scheduler.in_flight:
+            sampled = [0] * sum(seq.samples for seq in schedule.seqs)
+            self._refused += self._scheduler.update(schedule, sampled, time.perf_counter())
+        self._pool.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix that no running request holds."""

@@ -106,6 +106,7 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> dict[str, Request]:
         coming = sorted(requests, key=lambda r: r.arrival_s)
+        own = {request.request_id for request in requests}
         finished: dict[str, Request] = {}
         next_arrival = 0
         try:
@@ -119,7 +120,8 @@ class LLM:
                     next_arrival = due
                 wait_s = coming[due].arrival_s - now if due < len(coming) else None
                 for request in self._ranks.poll(wait_s):
-                    finished[request.request_id] = request
+                    if request.request_id in own:  # else left over from an interrupted call
+                        finished[request.request_id] = request
         except BaseException:
             self._drop(requests, finished)
             raise

@@ -57,6 +57,7 @@ class Runner:
         on_gpu = config.device == "cuda"
         self.device = torch.device(f"cuda:{comm.rank}" if on_gpu else config.device)
         self._use_cache_dir(config.cache_dir)
+        self._counted_before = execution.compile_counters()
         begin = time.perf_counter()
         assert config.max_model_len is not None
         self.model = Qwen3ForCausalLM(
@@ -137,8 +138,12 @@ class Runner:
         return self._steps.drain()
 
     def counters(self) -> dict[str, int]:
-        """Ever-growing counts of this rank's process."""
-        return {**execution.compile_counters(), "captures": 0, "triton_builds": 0}
+        """Ever-growing counts of this engine's rank."""
+        compiled = {
+            name: count - self._counted_before[name]
+            for name, count in execution.compile_counters().items()
+        }
+        return {**compiled, "captures": 0, "triton_builds": 0}
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: weights, K/V, and the peak (GPU: reserved by the allocator; CPU: resident set)."""
