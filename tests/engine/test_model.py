@@ -211,9 +211,13 @@ def test_whole_model_compiles_into_two_graphs_that_copy_no_cache(checkpoints: Ch
                     torch._dynamo.mark_dynamic(tensor, 0)
             return body(batch, cache)
 
-        model.forward = marked  # type: ignore[method-assign]
+        def first_steps() -> None:
+            for step in steps[:2]:
+                compiled.step(step)
+
+        model.forward = marked  # type: ignore[method-assign,assignment]
         with inductor_config.patch(force_disable_caches=True):
-            _, codes = run_and_get_code(lambda: [compiled.step(step) for step in steps[:2]])
+            _, codes = run_and_get_code(first_steps)
         comm.attach([recorder])
         with torch._dynamo.config.patch(error_on_recompile=True):
             for step in steps[2:]:

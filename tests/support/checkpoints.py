@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,3 @@ class Checkpoints:
         if tiny not in self._paths:
             self._paths[tiny] = write(tiny, self._folder / f"tiny{len(self._paths)}")
         return self._paths[tiny]
-
-    @staticmethod
-    def defaults() -> dict[str, Any]:
-        return asdict(Tiny())

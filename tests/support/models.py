@@ -79,7 +79,7 @@ def staggered(lengths: Sequence[int]) -> list[Step]:
     """Prompts in chunks of 5 that begin one step apart; the last 6 tokens of each decode one by
     one, beside the chunks of later sequences."""
     done = [0] * len(lengths)
-    steps = []
+    steps: list[Step] = []
     while list(lengths) != done:
         step = {}
         for i, n in enumerate(lengths):

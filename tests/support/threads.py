@@ -77,7 +77,7 @@ def run_ranks(world: int, run: Callable[[Communicator], T]) -> list[T]:
     try:
         with ThreadPoolExecutor(world) as pool:
             futures = [pool.submit(on_rank, comm) for comm in comms]
-        errors = [f.exception() for f in futures if f.exception() is not None]
+        errors = [error for f in futures if (error := f.exception()) is not None]
         # A rank that was only released is not the one that failed.
         errors.sort(key=lambda e: isinstance(e, threading.BrokenBarrierError))
         if errors:
