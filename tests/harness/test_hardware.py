@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from harness import hardware
+
+SECRETS = {
+    "HF_TOKEN": "hf_abc",
+    "AWS_SECRET_ACCESS_KEY": "s3cr3t",
+    "TORCH_HUB_TOKEN": "t0k3n",
+    "NCCL_API_KEY": "k3y",
+    "CUDA_PASSWORD": "p4ss",
+    "GITHUB_PAT": "gh_x",
+    "HOME": "/home/someone",
+}
+
+
+def test_only_listed_variables_and_never_a_secret() -> None:
+    harmless = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4",
+                "TORCHINDUCTOR_CACHE_DIR": "/c", "PYTORCH_ALLOC_CONF": "x"}  # fmt: skip
+    assert hardware.environment_variables({**harmless, **SECRETS}) == harmless
+
+
+def test_what_stands_before_the_host_of_a_url_is_cut() -> None:
+    found = hardware.environment_variables({"TORCHINDUCTOR_REMOTE": "redis://me:pw@cache:6379/0"})
+    assert found == {"TORCHINDUCTOR_REMOTE": "redis://cache:6379/0"}
+
+
+def test_the_capture_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    hardware._capture.cache_clear()
+    text = json.dumps(hardware.capture())
+    hardware._capture.cache_clear()
+    assert '"NCCL_DEBUG": "WARN"' in text
+    for name in ("HF_TOKEN", "hf_abc", "s3cr3t", "t0k3n", "k3y", "p4ss", "gh_x"):
+        assert name not in text
+
+
+def test_the_capture_says_machine_software_and_commit() -> None:
+    import torch
+
+    found = hardware.capture()
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["python"].startswith("3.")
+    assert found["cpu"] and found["cpu_cores"] >= 1 and found["memory_bytes"] > 2**28
+    assert found["fingerprint"] == hardware.fingerprint(found) == hardware.fingerprint()
+    assert len(found["fingerprint"]) == 12
+    sha = found["git"]["sha"]
+    assert sha is None or (len(sha) == 40 and isinstance(found["git"]["dirty"], bool))
+
+
+def test_the_fingerprint_is_of_the_machine_alone() -> None:
+    machine: dict[str, Any] = {
+        "cpu": "A", "cpu_cores": 8, "memory_bytes": 64 * 2**30, "os": "Linux 6 x86_64",
+        "gpus": [{"name": "H200", "memory_bytes": 1, "driver": "580"}], "host": "one",
+        "versions": {"torch": "2.11"},
+    }  # fmt: skip
+    base = hardware.fingerprint(machine)
+    assert hardware.fingerprint({**machine, "host": "two", "versions": {}}) == base
+    assert hardware.fingerprint({**machine, "memory_bytes": 64 * 2**30 + 4096}) == base
+    for change in ({"cpu": "B"}, {"cpu_cores": 4}, {"gpus": []}, {"memory_bytes": 2**30}):
+        assert hardware.fingerprint({**machine, **change}) != base
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("", []),
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        ("1,-1,0", [1]),
+        ("0,9,1", [0]),
+        ("GPU-abc,GPU-d", [0, 1]),
+    ],
+)
+def test_visible_gpus_as_cuda_counts_them(value: str, wanted: list[int]) -> None:
+    assert hardware.visible_gpus(4, value) == wanted
+
+
+def test_telemetry_rows_have_a_value_or_a_reason() -> None:
+    from harness.telemetry import read
+
+    rows = read("before")
+    assert {row["name"] for row in rows} >= {"load_1m", "clock_mhz"}
+    assert all((row["value"] is None) == (row["reason"] is not None) for row in rows)
