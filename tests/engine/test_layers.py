@@ -79,9 +79,7 @@ def test_rotary_equals_transformers(head_dim: int, theta: float) -> None:
     torch.manual_seed(0)
     positions = torch.tensor([0, 1, 2, 17, 511, 4095])
     q, k = torch.randn(6, 4, head_dim), torch.randn(6, 2, head_dim)
-    config = Qwen3Config(
-        head_dim=head_dim, rope_parameters={"rope_type": "default", "rope_theta": theta}
-    )
+    config = Qwen3Config(head_dim=head_dim, rope_theta=theta)
     cos, sin = Qwen3RotaryEmbedding(config)(q, positions[None])
     expected_q, expected_k = apply_rotary_pos_emb(q, k, cos[0], sin[0], unsqueeze_dim=1)
 

@@ -90,6 +90,7 @@ def test_reads_what_transformers_reads(checkpoints: Checkpoints, changes: dict[s
     path = checkpoints(**changes)
     shape, config = ModelShape.from_hf(path), transformers.AutoConfig.from_pretrained(path)
     is_qwen3 = config.model_type == "qwen3"
+    rope = getattr(config, "rope_parameters", None)  # transformers 5; 4 has config.rope_theta
     assert shape == ModelShape(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -100,7 +101,7 @@ def test_reads_what_transformers_reads(checkpoints: Checkpoints, changes: dict[s
         head_dim=config.head_dim if is_qwen3 else config.hidden_size // config.num_attention_heads,
         intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
+        rope_theta=rope["rope_theta"] if rope else config.rope_theta,
         max_position=config.max_position_embeddings,
         tied=config.tie_word_embeddings,
         qk_norm=is_qwen3,
