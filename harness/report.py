@@ -118,21 +118,22 @@ def scaling_efficiency(frame: pd.DataFrame) -> list[float | None]:
     ]
 
 
-# Printed column: heading, column of the summary, factor, format.
+# Printed column: heading (in two lines where one would be wide), column of the summary, factor,
+# format.
 _PRINTED: tuple[tuple[str, str, float, str], ...] = (
-    ("output tok/s", "output_tok_s", 1, ",.0f"),
-    ("+- %", "spread", 100, ".1f"),
-    ("TPOT ms", "tpot_p50_s", 1e3, ".2f"),
-    ("step us", "step_p50_us", 1, ",.0f"),
-    ("all-reduces/step", "all_reduces_per_step", 1, ".0f"),
-    ("transfer us/step", "transfer_us_per_step", 1, ",.0f"),
-    ("wait us/step", "wait_us_per_step", 1, ",.0f"),
-    ("comm %", "comm_share", 100, ".1f"),
-    ("scaling eff.", "scaling_efficiency", 1, ".2f"),
+    ("output\ntok/s", "output_tok_s", 1, ",.0f"),
+    ("+-\n%", "spread", 100, ".1f"),
+    ("TPOT\nms", "tpot_p50_s", 1e3, ".2f"),
+    ("step\nus", "step_p50_us", 1, ",.0f"),
+    ("all-reduces\n/step", "all_reduces_per_step", 1, ".0f"),
+    ("transfer\nus/step", "transfer_us_per_step", 1, ",.0f"),
+    ("wait\nus/step", "wait_us_per_step", 1, ",.0f"),
+    ("comm\n%", "comm_share", 100, ".1f"),
+    ("scaling\nefficiency", "scaling_efficiency", 1, ".2f"),
 )
 _EXTRA: tuple[tuple[str, str, float, str], ...] = (
-    ("TTFT ms", "ttft_p50_s", 1e3, ".1f"),
-    ("queue ms", "queue_p50_s", 1e3, ".1f"),
+    ("TTFT\nms", "ttft_p50_s", 1e3, ".1f"),
+    ("queue\nms", "queue_p50_s", 1e3, ".1f"),
 )
 
 
@@ -146,7 +147,8 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     printed = list(_PRINTED)
     if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
         printed[2:2] = _EXTRA
-    headings = ["status", *varying, *(p[0] for p in printed), "reason"]
+    axes = ["eager" if axis == "enforce_eager" else axis for axis in varying]
+    headings = ["status", *axes, *(p[0] for p in printed), "reason"]
     rows = []
     for _, point in frame.iterrows():
         cells = [str(point["status"]), *(_text(point[a]) for a in varying)]
@@ -168,6 +170,7 @@ def _text(value: Any) -> str:
 def markdown(run_dir: str | Path) -> str:
     """The printed table as markdown, with what all points share above it."""
     headings, rows, same = view(summary(run_dir))
+    headings = [heading.replace("\n", " ") for heading in headings]
     return f"{same}\n\n" + "\n".join(
         f"| {' | '.join(cell.replace('|', '/') for cell in line)} |"
         for line in (headings, ["---"] * len(headings), *rows)
