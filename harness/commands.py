@@ -20,7 +20,6 @@ from harness.fingerprint import surroundings
 from harness.machine import Machine
 from harness.models import ModelError, cache_root
 from harness.plan import Plan, Point, build
-from harness.progress import Reporter
 from harness.runs import FAILED, KEPT, RunFolder, open_run
 from harness.session import Outcome
 from harness.worker import Functions
@@ -104,7 +103,7 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
     interrupted = False
     try:
         execution = Execution(run, functions or Functions(), write_status, cache_root() / "compile")
-        with Reporter(plan, execution.points_left, execution.starts_left) as reporter:
+        with execution.reporter() as reporter:
             reporter.say(_announcement(run, execution))
             try:
                 complete = execution.go(reporter)

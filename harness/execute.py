@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from harness.plan import Plan, Point
 from harness.progress import Reporter
 from harness.runs import FAILED, KEPT, RunFolder
@@ -52,12 +54,28 @@ class Execution:
         self.groups = [list(group) for _, group in groupby(todo, key=_engine)]
 
     @property
-    def points_left(self) -> int:
+    def units_left(self) -> int:
+        """Rows still to be written, skipped points among them."""
         return sum(map(len, self.groups))
+
+    @property
+    def points_left(self) -> int:
+        """Measurements still to be made."""
+        return sum(len(group) for group in self.groups if group[0].point.skip is None)
 
     @property
     def starts_left(self) -> int:
         return sum(group[0].point.skip is None for group in self.groups)
+
+    def reporter(self, console: Console | None = None) -> Reporter:
+        """A reporter of what is left to do."""
+        return Reporter(
+            self.plan,
+            total=self.units_left,
+            points=self.points_left,
+            starts=self.starts_left,
+            console=console,
+        )
 
     def go(self, reporter: Reporter) -> bool:
         """True if every point has a row now; False where fail_fast stopped it.

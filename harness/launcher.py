@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from harness import config
 from harness.config import SettingsError
@@ -51,7 +52,7 @@ def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
         return 2
     try:
         return handler(compose(options.overrides, conf, options.config_dir))
-    except (SettingsError, HydraException, OmegaConfBaseException) as error:
+    except (SettingsError, HydraException, OmegaConfBaseException, YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
             print(error.__cause__, file=sys.stderr)

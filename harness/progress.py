@@ -27,6 +27,7 @@ class Estimate:
         self._starts.append(seconds)
 
     def ended(self, seconds: float) -> None:
+        """A point was measured; skipped ones take no time and are not counted anywhere here."""
         self.points_left = max(0, self.points_left - 1)
         self._points.append(seconds)
 
@@ -58,13 +59,16 @@ class Reporter:
 
     Args:
         plan: names the axes that vary, which name a point.
-        points, starts: how many are still to be done.
+        total: rows still to be written; points, starts: of these, what is to be measured, and the
+            engines for it.
         console: stderr by default; stdout is for results.
     """
 
     def __init__(
         self,
         plan: Plan,
+        *,
+        total: int,
         points: int,
         starts: int,
         console: Console | None = None,
@@ -72,7 +76,8 @@ class Reporter:
     ) -> None:
         self.console = console or Console(stderr=True)
         self.estimate = Estimate(points, starts)
-        self.total = points
+        self.total = total
+        self.done = 0
         self._clock = clock
         self._since = clock()
         self._varying = [
@@ -126,14 +131,16 @@ class Reporter:
         self._describe(f"{self.name(point)}: {text}")
 
     def point_ended(self, point: Point, status: str, reason: str | None, wall_s: float) -> None:
-        self.estimate.ended(wall_s)
-        done = self.total - self.estimate.points_left
+        self.done += 1
         why = f" ({reason})" if reason and status != "ok" else ""
-        left = f", {self.estimate.text()}" if self.estimate.points_left else ""
-        took = "" if status == "skipped" else f" {wall_s:.1f} s"
-        self.say(f"[{done}/{self.total}] {self.name(point)}: {status}{why}{took}{left}")
+        line = f"[{self.done}/{self.total}] {self.name(point)}: {status}{why}"
+        if status != "skipped":
+            self.estimate.ended(wall_s)
+            left = f", {self.estimate.text()}" if self.estimate.points_left else ""
+            line += f" {wall_s:.1f} s{left}"
+        self.say(line)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done)
+            self._bar.update(self._task, completed=self.done)
 
     def _describe(self, text: str) -> None:
         if self._bar is not None and self._task is not None:

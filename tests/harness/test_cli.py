@@ -1,0 +1,237 @@
+"""The command line as a user has it: in processes of its own, with signals, from any folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import __main__ as entry
+from harness.models import TINY
+from tests.support.fake_engine import alive, behave, recorded, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = "import sys; from tests.support.fake_engine import main; sys.exit(main(sys.argv[1:]))"
+SECRET = "hf_thisIsNobodysBusiness"
+
+
+class Cli:
+    """`python -m harness ...` with the fake engine, eight points on two engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results = folder / "runs"
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"model_type": "qwen3", **TINY}))
+        self.arguments = ["tp=1,2", "batch=1,2,4,8", f"results_dir={self.results}",
+                          f"model.path={model}", "model.load_format=dummy"]  # fmt: skip
+
+    def start(self, *further: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "FAKE_ENGINE": str(self.folder), "HF_TOKEN": SECRET}
+        return subprocess.Popen(
+            [sys.executable, "-c", FAKE, *self.arguments, *further],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *further: str) -> tuple[int, dict[str, Any], str]:
+        """-> exit status, the last line of stdout as JSON, stderr."""
+        with self.start(*further) as process:
+            out, err = process.communicate(timeout=120)
+        return process.returncode, json.loads(out.splitlines()[-1]), err
+
+    def measured(self) -> list[int]:
+        return [int(line.split()[0]) for line in recorded("measured", self.folder)]
+
+    def living(self) -> list[int]:
+        return [pid for pid in map(int, recorded("processes", self.folder)) if alive(pid)]
+
+    def wait_for_point(self, index: int) -> None:
+        assert wait_until(lambda: index in self.measured(), 90)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+def points(run: str) -> dict[int, dict[str, Any]]:
+    """point.json by the index of the point in plan.json."""
+    plan = json.loads((Path(run) / "plan.json").read_text())
+    found = {}
+    for point in plan["points"]:
+        file = Path(run) / "points" / point["point_id"] / "point.json"
+        if file.is_file():
+            found[point["index"]] = json.loads(file.read_text())
+    return found
+
+
+def test_failing_points_leave_rows_and_the_status_says_so(cli: Cli) -> None:
+    from harness.store import load
+
+    behave(cli.folder, p2="raise", p5="SIGKILL")
+    status, last, err = cli.run()
+
+    assert status == 1
+    assert last == {
+        "run": last["run"],
+        "points": 8,
+        "ok": 6,
+        "skipped": 0,
+        "contaminated": 0,
+        "error": 2,
+        "oom": 0,
+        "timeout": 0,
+        "pending": 0,
+    }
+    rows = load(last["run"]).points.sort_values("index").set_index("index")
+    assert list(rows["status"]) == ["ok", "ok", "error", "ok", "ok", "error", "ok", "ok"]
+    assert rows.loc[2, "reason"] == "RuntimeError: the fake engine was told to fail"
+    assert "in act" in rows.loc[2, "traceback"]
+    assert rows.loc[5, "reason"] == "the engine's process was ended by SIGKILL"
+    assert "last words of the engine" in rows.loc[5, "traceback"]
+    folder = Path(last["run"]) / "points" / rows.loc[2, "point_id"]
+    assert (folder / "traceback.txt").read_text() == rows.loc[2, "traceback"]
+    assert len(recorded("starts", cli.folder)) == 4, "two engines, and one more after each failure"
+    assert "[8/8]" in err
+    assert wait_until(lambda: not cli.living(), 10)
+    for path in Path(last["run"]).rglob("*"):
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_after_sigkill_nothing_is_left_and_the_same_command_continues(cli: Cli) -> None:
+    behave(cli.folder, p4="hang")
+    with cli.start() as process:
+        cli.wait_for_point(4)
+        assert len(cli.living()) == 2, "an engine and its rank"
+        process.kill()
+        process.communicate()
+    assert wait_until(lambda: not cli.living(), 10)
+
+    (run,) = cli.results.iterdir()
+    before = points(str(run))
+    assert sorted(before) == [0, 1, 2, 3]
+    behave(cli.folder)
+    status, last, err = cli.run()
+
+    assert status == 0
+    assert (last["run"], last["ok"], last["pending"]) == (str(run), 8, 0)
+    assert "continuing run" in err
+    assert "4 of 8 points are there" in err
+    assert cli.measured() == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+    after = points(str(run))
+    assert {index: after[index] for index in before} == before
+    assert [p.name for p in cli.results.iterdir()] == [run.name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_in_order(cli: Cli, number: signal.Signals) -> None:
+    behave(cli.folder, p1="hang")
+    with cli.start() as process:
+        cli.wait_for_point(1)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    last = json.loads(out.splitlines()[-1])
+    assert (last["ok"], last["pending"]) == (1, 7)
+    assert "interrupted; the same command continues this run" in err
+    assert "Traceback" not in err
+    assert cli.living() == []
+
+
+def test_help_is_light_and_names_everything() -> None:
+    code = (
+        "import sys; from harness.__main__ import main; status = main(['--help']); "
+        "heavy = {'torch', 'pandas', 'pyarrow', 'hydra', 'engine', 'rich'} & set(sys.modules); "
+        "sys.exit(status or str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in (
+        "list",
+        "collect",
+        "doctor",
+        "tp_sweep",
+        "enforce_eager",
+        "qwen3-32b",
+        "nano_vllm",
+    ):
+        assert word in done.stdout
+
+
+def test_help_shows_ones_own_experiments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\n# python -m harness +experiment=mine\n# Is it\n# faster?\ntp: 2\n"
+    )
+    assert entry.main(["--help", "--config-dir", str(tmp_path)]) == 0
+    assert "  mine      Is it faster?\n" in capsys.readouterr().out
+
+
+def test_hydra_answers_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["--cfg", "job", "+experiment=tp_sweep"]) == 0
+    assert "enforce_eager: true" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["sweep", "tp=1"]) == 2
+    assert capsys.readouterr().err == (
+        "sweep: no such command; choose one of run, list, collect, doctor, or see python -m "
+        "harness --help\n"
+    )
+
+
+def test_collect_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["collect"]) == 2
+    assert "name one run folder" in capsys.readouterr().err
+    assert entry.main(["collect", str(tmp_path)]) == 2
+    assert "is no run folder (it has no plan.json)" in capsys.readouterr().err
+
+
+def test_list_prints_the_points_and_leaves_nothing(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    somewhere = tmp_path / "somewhere"
+    somewhere.mkdir()
+    monkeypatch.chdir(somewhere)
+    assert entry.main(["list", *cli.arguments, "enforce_eager=false", "device=cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("adhoc: enforce_eager=false, compile=off")
+    assert lines[1].split() == ["#", "point", "engine", "tp", "batch", "skipped", "because"]
+    rows = [line.split() for line in lines[2:-1]]
+    assert [row[0] for row in rows] == [str(i) for i in range(8)]
+    assert [(row[3], row[4]) for row in rows] == [(t, b) for t in "12" for b in "1248"]
+    assert all("CUDA graphs need a CUDA device" in line for line in lines[2:-1])
+    assert lines[-1] == "8 points, 8 skipped, 0 engine starts"
+    assert list(somewhere.iterdir()) == []
+    assert not cli.results.exists()
+
+
+@pytest.mark.parametrize("words", [["tp=3"], ["batch=1,x"], ["workload.output_tokens=99999"]])
+def test_a_wrong_setting_leaves_no_run(
+    cli: Cli, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main([*cli.arguments, *words]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not cli.results.exists()
+
+
+def test_a_run_of_another_plan_is_not_resumed(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main([*cli.arguments, "resume=no-such-run"]) == 1
+    assert "resume=no-such-run: no such run" in capsys.readouterr().err

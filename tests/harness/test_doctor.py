@@ -1,0 +1,86 @@
+"""doctor: what it calls runnable is what the planner would not skip."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from harness.config import CHOICES
+from harness.doctor import axes_table, axis_values, installed_table
+from harness.machine import Machine
+from tests.support.plans import CPU
+
+FOUND: dict[str, Any] = {
+    "cpu": "A CPU",
+    "cpu_cores": 2,
+    "memory_bytes": 8 << 30,
+    "gpus": [],
+    "driver": None,
+    "versions": {"torch": "2.13.0", "triton": None, "flash_attn": None, "nvtx": "0.2"},
+}
+
+
+def shown(table: Any) -> list[list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=200).print(table)
+    return [line.split() for line in out.getvalue().splitlines()]
+
+
+def test_on_a_cpu_without_a_compiler() -> None:
+    machine = Machine(gpus=0, cores=2, cxx=None, packages={})
+    reasons = {(axis, value): reason for axis, value, reason in axis_values(machine)}
+    assert {k for k, reason in reasons.items() if reason is None} == {
+        ("tp", 1),
+        ("tp", 2),
+        ("tp", 4),
+        ("tp", 8),
+        ("enforce_eager", True),
+        ("compile", "off"),
+        ("attention", "auto"),
+        ("attention", "sdpa"),
+        ("comm", "auto"),
+        ("comm", "gloo"),
+        ("timing", "host"),
+    }
+    assert reasons["compile", "model"] == (
+        "compile=model needs a C++ compiler; none found (install g++ or set CXX)"
+    )
+    for axis in ("compile", "attention", "comm", "timing"):
+        assert [v for a, v in reasons if a == axis] == list(CHOICES[axis])
+
+
+def test_on_two_gpus() -> None:
+    machine = Machine(gpus=2, cores=8, cxx=None, packages={"triton": "3.6"})
+    reasons = {(axis, value): reason for axis, value, reason in axis_values(machine)}
+    assert reasons["tp", 2] is None
+    assert reasons["tp", 4] == "needs 4 GPUs, 2 visible"
+    assert reasons["enforce_eager", False] is None
+    assert reasons["compile", "model"] is None
+
+
+def test_the_tables_say_what_to_install() -> None:
+    rows = shown(installed_table(FOUND, CPU))
+    assert ["torch", "2.13.0"] in rows
+    assert ["C++", "compiler", "/usr/bin/g++"] in rows
+    flash = next(row for row in rows if row[:1] == ["flash_attn"])
+    assert (
+        " ".join(flash) == "flash_attn none attention=flash2: pip install flash-attn (NVIDIA GPU)"
+    )
+    without = shown(installed_table(FOUND, Machine(gpus=0, cores=2, cxx=None, packages={})))
+    compiler = next(" ".join(row) for row in without if row[:2] == ["C++", "compiler"])
+    assert compiler.endswith("install g++ or set CXX")
+
+
+def test_a_gpu_that_torch_cannot_see_is_pointed_out() -> None:
+    found = {**FOUND, "gpus": [{"name": "A GPU"}], "driver": "595"}
+    text = "\n".join(" ".join(row) for row in shown(installed_table(found, CPU)))
+    assert "torch sees none of them: install a CUDA build of torch" in text
+
+
+def test_values_are_shown_as_they_are_written() -> None:
+    rows = shown(axes_table(CPU))
+    assert ["enforce_eager", "true", "runs"] in rows
+    refused = next(row for row in rows if row[:2] == ["enforce_eager", "false"])
+    assert " ".join(refused[2:]) == "CUDA graphs need a CUDA device; none visible"

@@ -1,0 +1,312 @@
+"""Running a plan: engines started, rows written, what a failure costs and what a rerun does."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from harness import execute
+from harness.execute import Execution, units
+from harness.plan import Plan, Point
+from harness.progress import Estimate, duration
+from harness.runs import RunFolder, open_run
+from harness.session import Outcome
+from harness.worker import Functions
+from tests.support.plans import plan, sweep
+
+AXES = {
+    "tp": [1, 2],
+    "batch": [1, 4],
+    "compile": ["off", "model"],
+    "enforce_eager": [True, False],
+}
+Behaviour = Callable[[Point, int], str]
+
+
+class FakeSession:
+    """Stands for harness.session.Session and keeps a record of what every session did."""
+
+    made: list[FakeSession]
+    behaviour: Behaviour
+    start_behaviour: Behaviour
+
+    def __init__(self, log: Path, functions: Functions, on_progress: Callable[[str], None]) -> None:
+        self.on_progress = on_progress
+        self.measured: list[Point] = []
+        self.ended = ""
+        self.cache: Path | None = None
+        self.made.append(self)
+
+    def start(self, cfg: dict[str, Any], cache_dir: Path, timeout_s: float) -> Outcome:
+        self.cfg, self.cache, self.timeout_s = cfg, cache_dir, timeout_s
+        status = type(self).start_behaviour(cfg, 0)
+        return Outcome(status, f"start: {status}", engine_alive=status == "ok")
+
+    def measure(self, point: Point, process: int, out_dir: Path, timeout_s: float) -> Outcome:
+        assert not self.ended
+        assert list(out_dir.iterdir()) == []
+        self.measured.append(point)
+        status = type(self).behaviour(point, process)
+        if status == "interrupt":
+            raise KeyboardInterrupt
+        if status in ("error", "oom", "timeout"):
+            (out_dir / "half-written").touch()
+            return Outcome(status, f"{status} of {point.index}", f"Traceback: {point.index}")
+        short = status == "short"
+        (out_dir / "points.parquet").write_text(status)
+        return Outcome("error" if short else status, None, has_tables=True, engine_alive=True)
+
+    def close(self) -> None:
+        self.ended = self.ended or "closed"
+
+    def kill(self) -> None:
+        self.ended = self.ended or "killed"
+
+
+@pytest.fixture(autouse=True)
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
+    made: list[FakeSession] = []
+    monkeypatch.setattr(FakeSession, "made", made, raising=False)
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, process: "ok", raising=False)
+    monkeypatch.setattr(FakeSession, "start_behaviour", lambda cfg, _: "ok", raising=False)
+    monkeypatch.setattr(execute, "Session", FakeSession)
+    return made
+
+
+def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Outcome) -> None:
+    assert list(out.iterdir()) == [], "nothing half-written stays"
+    (out / "points.parquet").write_text(f"{run_id} {outcome.status} {outcome.reason}")
+
+
+def go(run: RunFolder, console: Console | None = None) -> tuple[bool, Execution]:
+    execution = Execution(run, Functions(), write_status, run.path.parent / "warm")
+    console = console or Console(file=io.StringIO())
+    with execution.reporter(console) as reporter:
+        return execution.go(reporter), execution
+
+
+def statuses(run: RunFolder) -> list[str | None]:
+    markers = [run.marker(point) for point in run.plan.points]
+    return [marker.status if marker else None for marker in markers]
+
+
+def eight(**fixed: Any) -> Plan:
+    """Eight points on two engines."""
+    return plan(sweep(fixed, tp=[1, 2], batch=[1, 2, 4, 8]))
+
+
+@pytest.mark.parametrize("order", list(permutations(AXES))[::3], ids="-".join)
+def test_starts_are_the_distinct_engines_for_axes_in_any_order(
+    order: tuple[str, ...], tmp_path: Path, sessions: list[FakeSession]
+) -> None:
+    run = open_run(tmp_path, plan(sweep(**{axis: AXES[axis] for axis in order})), "auto")
+    complete, execution = go(run)
+
+    assert complete
+    assert len(sessions) == execution.engine_starts == 4
+    assert sorted((s.cfg["tp"], s.cfg["compile"]) for s in sessions) == [
+        (1, "model"),
+        (1, "off"),
+        (2, "model"),
+        (2, "off"),
+    ]
+    assert all(s.ended == "closed" and len(s.measured) == 2 for s in sessions)
+    assert run.counts() == {"ok": 8, "skipped": 8}
+    assert (run.path / "finished.json").is_file()
+
+
+def test_a_failing_point_costs_no_other_points_rows(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = {2: "error", 5: "oom"}
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, _: failing.get(point.index, "ok"))
+    run = open_run(tmp_path, eight(), "auto")
+    complete, _ = go(run)
+
+    assert complete
+    assert statuses(run) == ["ok", "ok", "error", "ok", "ok", "oom", "ok", "ok"]
+    for index, status in failing.items():
+        folder = run.path / "points" / run.plan.points[index].point_id
+        assert (folder / "traceback.txt").read_text() == f"Traceback: {index}"
+        assert (folder / "points.parquet").read_text().endswith(f"{status} {status} of {index}")
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "point.json",
+            "points.parquet",
+            "traceback.txt",
+        ]
+    assert [s.ended for s in sessions] == ["killed", "closed", "killed", "closed"]
+    assert [[p.index for p in s.measured] for s in sessions] == [[0, 1, 2], [3], [4, 5], [6, 7]]
+    caches = [s.cache for s in sessions]
+    assert all(cache == run.path / "cache" for cache in caches)
+
+
+def test_an_engine_that_is_still_sound_measures_the_next_point(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {1: "short", 2: "contaminated"}
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, _: odd.get(point.index, "ok"))
+    run = open_run(tmp_path, plan(sweep(batch=[1, 2, 4, 8])), "auto")
+    go(run)
+    assert statuses(run) == ["ok", "error", "contaminated", "ok"]
+    assert len(sessions) == 1
+
+
+def test_a_failure_on_the_last_point_of_an_engine_starts_no_further_one(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeSession, "behaviour", lambda point, _: "timeout" if point.index == 3 else "ok"
+    )
+    run = open_run(tmp_path, eight(), "auto")
+    go(run)
+    assert statuses(run)[2:5] == ["ok", "timeout", "ok"]
+    assert len(sessions) == 2
+
+
+def test_an_engine_that_does_not_start_fails_its_points_and_no_others(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeSession, "start_behaviour", lambda cfg, _: "oom" if cfg["tp"] == 1 else "ok"
+    )
+    run = open_run(tmp_path, eight(), "auto")
+    complete, _ = go(run)
+    assert complete
+    assert statuses(run) == ["oom"] * 4 + ["ok"] * 4
+    assert [s.ended for s in sessions] == ["killed", "closed"]
+    marker = run.marker(run.plan.points[3])
+    assert marker is not None
+    assert marker.reason == "start: oom"
+
+
+def test_fail_fast_stops_at_the_first_failure_and_keeps_the_rows(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeSession, "behaviour", lambda point, _: "error" if point.index in (2, 5) else "ok"
+    )
+    run = open_run(tmp_path, eight(fail_fast=True), "auto")
+    complete, _ = go(run)
+    assert not complete
+    assert statuses(run) == ["ok", "ok", "error", None, None, None, None, None]
+    assert not (run.path / "finished.json").exists()
+    assert [s.ended for s in sessions] == ["killed"]
+
+
+def test_an_interrupted_run_ends_its_engine_and_is_continued(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeSession, "behaviour", lambda point, _: "interrupt" if point.index == 5 else "ok"
+    )
+    run = open_run(tmp_path, eight(), "auto")
+    with pytest.raises(KeyboardInterrupt):
+        go(run)
+    assert [s.ended for s in sessions] == ["closed", "killed"]
+    run.close()
+    before = {p.name: p.stat().st_mtime_ns for p in (run.path / "points").glob("[!.]*")}
+    assert len(before) == 5
+
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, _: "ok")
+    again = open_run(tmp_path, eight(), "auto")
+    assert again.path == run.path
+    complete, _ = go(again)
+    assert complete
+    assert [[p.index for p in s.measured] for s in sessions[2:]] == [[5, 6, 7]]
+    after = {p.name: p.stat().st_mtime_ns for p in (run.path / "points").iterdir()}
+    assert len(after) == 8
+    assert before.items() <= after.items(), "what was there was not touched"
+
+
+def test_a_continued_run_measures_failed_points_again_and_keeps_the_others(
+    tmp_path: Path, sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {0: "error", 1: "contaminated", 2: "oom", 3: "timeout"}
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, _: first.get(point.index, "ok"))
+    run = open_run(tmp_path, eight(), "auto")
+    go(run)
+    run.close()
+    del sessions[:]
+
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, _: "ok")
+    again = open_run(tmp_path, eight(), run.path.name)
+    go(again)
+    assert [p.index for s in sessions for p in s.measured] == [0, 2, 3]
+    assert statuses(again) == ["ok", "contaminated", "ok", "ok", "ok", "ok", "ok", "ok"]
+
+
+def test_every_fresh_engine_of_a_point_leaves_rows_of_its_own(
+    tmp_path: Path, sessions: list[FakeSession]
+) -> None:
+    configs = sweep({"measure__n_process": 3}, batch=[1, 2])
+    configs += sweep({"measure__n_process": 3, "enforce_eager": False})
+    made = plan(configs)
+    assert [(u.point.index, u.process) for u in units(made)] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (0, 2),
+        (1, 2),
+        (2, 0),
+    ]
+    run = open_run(tmp_path, made, "auto")
+    go(run)
+    assert [len(s.measured) for s in sessions] == [2, 2, 2]
+    a, b, skipped = (p.point_id for p in made.points)
+    assert sorted(p.name for p in (run.path / "points").iterdir()) == sorted(
+        [a, f"{a}-1", f"{a}-2", b, f"{b}-1", f"{b}-2", skipped]
+    )
+    assert run.counts() == {"ok": 2, "skipped": 1}
+
+
+def test_compile_caches_are_fresh_for_every_engine_unless_asked_to_be_kept(
+    tmp_path: Path, sessions: list[FakeSession]
+) -> None:
+    for cache in ("cold", "warm"):
+        run = open_run(tmp_path, plan(sweep({"cache": cache}, tp=[1, 2])), "auto")
+        go(run)
+        run.close()
+        assert not (run.path / "cache").exists()
+    keys = [p.engine_key for p in run.plan.points]
+    assert [s.cache for s in sessions[2:]] == [tmp_path / "warm" / key for key in keys]
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    run = open_run(tmp_path, plan(sweep(batch=[1, 2], enforce_eager=[True, False])), "auto")
+    go(run, Console(file=out, width=40))
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("[1/4] batch=1 enforce_eager=true: ok 0.0 s, about 0 s left")
+    assert lines[1] == "[2/4] batch=2 enforce_eager=true: ok 0.0 s", "a skipped point takes no time"
+    assert lines[3] == (
+        "[4/4] batch=2 enforce_eager=false: skipped (CUDA graphs need a CUDA device; none visible)"
+    )
+
+
+def test_the_estimate_comes_from_what_this_run_took() -> None:
+    estimate = Estimate(points=6, starts=2)
+    assert estimate.left_s() is None
+    estimate.started(10)
+    estimate.ended(2)
+    assert estimate.left_s() == 5 * 2 + 1 * 10
+    estimate.ended(4)
+    assert estimate.text() == "about 22 s left"  # 4 x 3 s + 10 s
+    assert [duration(s) for s in (99, 100, 3540, 4800)] == ["99 s", "2 min", "59 min", "1 h 20 min"]
+
+
+def test_the_marker_of_a_point_says_how_it_ended(tmp_path: Path) -> None:
+    run = open_run(tmp_path, plan(sweep(enforce_eager=[False])), "auto")
+    go(run)
+    (point,) = run.plan.points
+    marker = json.loads((run.path / "points" / point.point_id / "point.json").read_text())
+    assert (marker["point_id"], marker["process"]) == (point.point_id, 0)
+    assert (marker["status"], marker["reason"]) == ("skipped", point.skip)
+    assert list(marker["files"]) == ["points.parquet"]

@@ -1,0 +1,143 @@
+"""An engine that does what a file tells it, so that sessions and runs are tested without a model.
+
+The folder $FAKE_ENGINE holds `behaviour.json` ({point index: what happens there}) and the record of
+what was done: `starts`, `measured`, `closed`, `processes`. Children find the folder by the
+variable, which they inherit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness.plan import Point
+from harness.worker import Functions
+
+FUNCTIONS = Functions(
+    create="tests.support.fake_engine:FakeEngine", measure="tests.support.fake_engine:measure"
+)
+
+
+@dataclass(frozen=True)
+class FakeOutcome:
+    status: str
+    reason: str | None = None
+    engine_alive: bool = True
+
+
+def folder() -> Path:
+    return Path(os.environ["FAKE_ENGINE"])
+
+
+def record(name: str, line: str) -> None:
+    with (folder() / name).open("a") as file:
+        file.write(f"{line}\n")
+
+
+def recorded(name: str, root: Path | None = None) -> list[str]:
+    path = (root or folder()) / name
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def behave(root: Path, **behaviour: str) -> None:
+    """behave(root, p2="raise", start="raise"): what happens at the point of index 2, at a start."""
+    (root / "behaviour.json").write_text(json.dumps(behaviour))
+
+
+def behaviour(key: str) -> str:
+    path = folder() / "behaviour.json"
+    return str(json.loads(path.read_text()).get(key, "")) if path.exists() else ""
+
+
+def act(what: str) -> None:
+    if what == "raise":
+        raise RuntimeError("the fake engine was told to fail")
+    if what == "memory":
+        raise MemoryError("no memory for this batch")
+    if what == "exit":
+        os._exit(3)
+    if what in ("SIGKILL", "SIGSEGV"):
+        print("last words of the engine", flush=True)
+        os.kill(os.getpid(), getattr(signal, what))
+    if what == "hang":
+        time.sleep(600)
+
+
+class FakeEngine:
+    """Starts one `rank`, a process that would outlive it for ten minutes if nobody ended it."""
+
+    def start(self, cfg: dict[str, Any], cache_dir: str | None) -> None:
+        record("starts", f"{cfg['tp']} {cfg['compile']} {cache_dir}")
+        self.rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        record("processes", f"{os.getpid()}")
+        record("processes", f"{self.rank.pid}")
+        act(behaviour("start"))
+
+    def close(self) -> None:
+        self.rank.kill()
+        self.rank.wait()
+        record("closed", str(os.getpid()))
+
+
+def measure(
+    backend: FakeEngine,
+    point: Point,
+    out_dir: Path,
+    progress: Callable[[str], None],
+    process: int = 0,
+) -> FakeOutcome:
+    from harness.point import status_only_tables
+    from harness.store import write_point
+
+    record("measured", f"{point.index} {process} {os.getpid()}")
+    progress("warmup 1")
+    what = behaviour(f"p{point.index}")
+    (out_dir / "half-written").write_text("x")
+    act(what)
+    (out_dir / "half-written").unlink()
+    status = what or "ok"
+    run_id = out_dir.parent.parent.name
+    tables = status_only_tables(point, status, None, run_id=run_id, process=process)
+    figure = {"run_id": run_id, "point_id": point.point_id, "process": process, "n": 1,
+              "name": "output_tok_s", "stat": "mean", "value": 100.0, "n_process": 1,
+              "unit": "1/s", "source": "host", "pass": "plain"}  # fmt: skip
+    tables["metrics"] = {column: [value] for column, value in figure.items()}
+    write_point(out_dir, tables)
+    return FakeOutcome(status)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not reaped does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return False
+    return fields[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m harness ARGUMENTS` with this engine in the place of the real one."""
+    from harness.__main__ import conf_folder
+    from harness.commands import run_points
+    from harness.launcher import run
+
+    return run(arguments, conf_folder(), partial(run_points, functions=FUNCTIONS))
