@@ -14,7 +14,7 @@ SECRETS = {
     "NCCL_API_KEY": "k3y",
     "CUDA_PASSWORD": "p4ss",
     "GITHUB_PAT": "gh_x",
-    "HOME": "/home/someone",
+    "HOME": "at home",
 }
 
 
