@@ -231,11 +231,33 @@ def test_reset_forgets_and_a_running_request_publishes_no_more() -> None:
     assert pool.match([7] * 4, 1) == []
     publish(pool, running, [7] * 8, first=1)
     assert pool.match([7] * 8, 2) == []
-    pool.release(running)
-    pool.check_invariants()
-    assert pool.num_free == 6
     pages = serve(pool, idle)
     assert pool.match(idle, 2) == pages
+    pool.release(running)
+    assert pool.num_free == 6
+    # Both pages of the running request were freed as unpublished ones: they go before `idle`'s.
+    take(pool, 4)
+    assert pool.match(idle, 2) == pages
+
+
+def test_after_a_reset_a_reused_page_does_not_continue_what_it_held_before() -> None:
+    """A running request's prefix is unknown after a reset, also when it gets a page that was a
+    duplicate of one that is still published: what follows must not be chained onto that one."""
+    pool = BlockPool(5, SIZE)
+    running = take(pool, 1)
+    publish(pool, running, [7] * 4)
+    pool.reset_prefix_cache()
+    first, second = take(pool, 1), take(pool, 1)
+    publish(pool, first, [1] * 4)
+    publish(pool, second, [1] * 4)
+    plain = take(pool, 2)
+    pool.release(second)
+    running += take(pool, 1)
+    assert running[1:] == second
+    pool.release(plain)
+    running += take(pool, 1)
+    publish(pool, running, [7] * 4 + [8] * 4 + [9] * 4, first=1)
+    assert pool.match([1] * 4 + [9] * 4, 2) == first
 
 
 def test_random_requests_keep_every_invariant() -> None:
