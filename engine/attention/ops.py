@@ -12,22 +12,23 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engine.attention import sdpa
+from engine.attention import flash, sdpa
 from engine.batch import ForwardBatch
 from engine.comm import ops as _comm_ops  # defines the namespace that is extended here
 from engine.errors import ConfigError
 from engine.kernels.store_kv import store_kv
 
-# A backend is called (q, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, host_meta,
-# scale), arguments as in `Attention.forward` and ForwardBatch, and writes every row of out.
-BACKENDS: dict[str, Callable[..., None]] = {"sdpa": sdpa.attend}
+# A backend is called (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, cu_seqlens_k,
+# host_meta, scale), arguments as in `Attention.forward` and ForwardBatch, and returns a new tensor
+# like q; what it puts into rows of padding is finite and otherwise of no account.
+BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"sdpa": sdpa.attend, "flash2": flash.attend}
 
 assert _comm_ops.library.ns == "rangefinder"
 library = torch.library.Library("rangefinder", "FRAGMENT")
 library.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor(c!) out, Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, Tensor host_meta, float scale, str backend) -> ()"
+    "Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, Tensor host_meta, float scale, str backend) -> Tensor"
 )
 
 
@@ -37,22 +38,27 @@ def _paged_attention(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    out: torch.Tensor,
     slot_mapping: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     host_meta: torch.Tensor,
     scale: float,
     backend: str,
-) -> None:
+) -> torch.Tensor:
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     attend = BACKENDS[backend]
-    attend(q, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, host_meta, scale)
+    lengths = (seq_lens, cu_seqlens_q, cu_seqlens_k, host_meta)
+    return attend(q, k_cache, v_cache, block_tables, *lengths, scale)
 
 
 library.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("rangefinder::paged_attention", lambda *args: None, lib=library)
+torch.library.register_fake(
+    "rangefinder::paged_attention",
+    lambda q, *args: torch.empty_like(q, memory_format=torch.contiguous_format),
+    lib=library,
+)
 
 
 def resolve_backend(name: str) -> str:
@@ -86,21 +92,19 @@ class Attention(nn.Module):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """q [T, h, D], k and v [T, kv_heads, D], the layer's caches [pages, page_size, kv_heads, D]
-        -> [T, h, D]; k and v are written to the caches first. Rows of padding come out as zeros."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        torch.ops.rangefinder.paged_attention(
+        -> [T, h, D]; k and v are written to the caches first."""
+        return torch.ops.rangefinder.paged_attention(
             q,
             k,
             v,
             k_cache,
             v_cache,
-            out,
             batch.slot_mapping,
             batch.block_tables,
             batch.seq_lens,
             batch.cu_seqlens_q,
+            batch.cu_seqlens_k,
             batch.host_meta,
             self.scale,
             self.backend,
         )
-        return out

@@ -13,19 +13,20 @@ def attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    out: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     host_meta: torch.Tensor,
     scale: float,
-) -> None:
-    """Writes out [T, h, D]; the other arguments as in ForwardBatch. K/V of this step's tokens must
+) -> torch.Tensor:
+    """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch. K/V of this step's tokens must
     stand in the caches.
 
     Decoding sequences are one padded call, prompt chunks one call each. A step with chunks reads
     lengths on the host, which waits for a GPU; a step that only decodes does not.
     """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_seqs, _, max_len, num_decodes = host_meta.tolist()
     if num_seqs == num_decodes:
         rows = num_decodes
@@ -41,6 +42,7 @@ def attend(
         n = num_decodes
         _decode(q[:n], k_cache, v_cache, out[:n], block_tables[:n], seq_lens[:n], max_len, scale)
     out[rows:].zero_()
+    return out
 
 
 def _decode(

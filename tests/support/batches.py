@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -72,6 +73,7 @@ def build_batch(
         positions=_front(positions + [0] * padding, torch.int64),
         slot_mapping=_front(slots + [dummy_slot] * padding, torch.int64),
         cu_seqlens_q=_whole(cu_seqlens, max_num_seqs + 1),
+        cu_seqlens_k=_whole([0, *accumulate(seq_lens)], max_num_seqs + 1),
         seq_lens=_whole(seq_lens, max_num_seqs),
         block_tables=tables,
         host_meta=torch.tensor(meta, dtype=torch.int32),

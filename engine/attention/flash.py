@@ -1,0 +1,61 @@
+"""Attention by flash-attn 2: paged decode with split K/V, varlen prefill over cached prefixes.
+
+Shapes: T rows, S sequences, h query heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# FA2's paged kernels read K/V in blocks of 256 rows, and a block must not straddle two pages.
+PAGE_MULTIPLE = 256
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    host_meta: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """q [T, h, D] -> [T, h, D]; the other arguments as in ForwardBatch. K/V of this step's tokens
+    must stand in the caches. A step that only decodes reads nothing back from the GPU, and neither
+    does one with prompt chunks."""
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    num_seqs, max_query, max_len, num_decodes = host_meta.tolist()
+
+    def decode(rows: int) -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q[:rows].unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=seq_lens[:rows],
+            block_table=block_tables[:rows],
+            softmax_scale=scale,
+            causal=True,
+        ).squeeze(1)
+
+    if num_decodes == num_seqs:
+        return decode(num_seqs)
+    chunks = slice(num_decodes, num_seqs + 1)
+    out = flash_attn_varlen_func(
+        q,
+        k_cache,
+        v_cache,
+        # Offsets are absolute rows of q: starting at the first chunk leaves the decodes out.
+        cu_seqlens_q=cu_seqlens_q[chunks],
+        cu_seqlens_k=cu_seqlens_k[chunks],
+        max_seqlen_q=max_query,
+        max_seqlen_k=max_len,
+        softmax_scale=scale,
+        causal=True,
+        block_table=block_tables[num_decodes:num_seqs],
+    )
+    if num_decodes:
+        out[:num_decodes] = decode(num_decodes)
+    return out
