@@ -95,7 +95,6 @@ def measure(
     progress: Callable[[str], None],
     process: int = 0,
 ) -> FakeOutcome:
-    from harness.point import status_only_tables
     from harness.store import write_point
 
     record("measured", f"{point.index} {process} {os.getpid()}")
@@ -105,12 +104,14 @@ def measure(
     act(what)
     (out_dir / "half-written").unlink()
     status = what or "ok"
-    run_id = out_dir.parent.parent.name
-    tables = status_only_tables(point, status, None, run_id=run_id, process=process)
-    figure = {"run_id": run_id, "point_id": point.point_id, "process": process, "n": 1,
-              "name": "output_tok_s", "stat": "mean", "value": 100.0, "n_process": 1,
-              "unit": "1/s", "source": "host", "pass": "plain"}  # fmt: skip
-    tables["metrics"] = {column: [value] for column, value in figure.items()}
+    key = {"run_id": out_dir.parent.parent.name, "point_id": point.point_id, "process": process}
+    row = {**key, **point.axes, "index": point.index, "repeat": 0, "status": status}
+    figure = {**key, "name": "output_tok_s", "stat": "mean", "value": 100.0, "unit": "1/s", "n": 1,
+              "n_process": 1, "source": "host", "pass": "plain"}  # fmt: skip
+    tables = {
+        name: {column: [value] for column, value in one.items()}
+        for name, one in (("points", row), ("metrics", figure))
+    }
     write_point(out_dir, tables)
     return FakeOutcome(status)
 
