@@ -132,15 +132,15 @@ def register() -> None:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A composed DictConfig -> nested dict; `instrument` becomes the list of what is switched on.
+    """A composed DictConfig (without Hydra's part) -> nested dict; `instrument` becomes the list of
+    what is switched on.
 
     Raises:
         SettingsError: a key that the schema does not have (Hydra lets `+key=value` add one).
     """
     from omegaconf import OmegaConf
 
-    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    plain = OmegaConf.to_container(own, resolve=True, enum_to_str=True)
+    plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     assert isinstance(plain, dict)
     cfg: dict[str, Any] = {str(key): value for key, value in plain.items()}
     _refuse_unknown(cfg, asdict(BenchConfig()), "")

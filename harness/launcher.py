@@ -8,6 +8,7 @@ its run machinery (job folders, callbacks, logging) is used.
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -85,21 +88,51 @@ def compose(
         )
         _refuse_plugins(base)
         if base.hydra.mode == RunMode.RUN:
-            return [_plain(loader.load_configuration("config", words, RunMode.RUN))]
+            return [config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))]
         params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
         task = list(base.hydra.overrides.task)
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + task)
         if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
             raise SettingsError("experiment: give one, since each has its own list of axes")
         (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        return [_plain(loader.load_sweep_config(base, list(job))) for job in jobs]
+        return _compose_jobs(loader, base, jobs)
 
 
-def _plain(composed: DictConfig) -> dict[str, Any]:
-    """The plain dict of one point, named after its experiment file unless that says otherwise."""
-    plain = config.to_plain(composed)
-    plain["experiment"] = plain["experiment"] or composed.hydra.runtime.choices.get("experiment")
-    return plain
+def _compose_jobs(
+    loader: ConfigLoader, base: DictConfig, jobs: list[list[str]]
+) -> list[dict[str, Any]]:
+    """Files are read once for every distinct choice of groups, and plain values set on copies: a
+    full composition takes 0.1 s, which a sweep of a hundred points would feel."""
+    parser = OverridesParser.create(config_loader=loader)
+    words = {word: parser.parse_override(word) for job in jobs for word in job}
+    is_value = {
+        word: override.type == OverrideType.CHANGE
+        and not isinstance(override.value(), dict)
+        and not override.key_or_group.startswith("hydra")
+        and not loader.get_group_options(override.key_or_group)
+        for word, override in words.items()
+    }
+    composed: dict[tuple[str, ...], DictConfig] = {}
+    points = []
+    for job in jobs:
+        rest = tuple(word for word in job if not is_value[word])
+        if rest not in composed:
+            composed[rest] = _own(loader.load_sweep_config(base, list(rest)))
+        one = copy.deepcopy(composed[rest])
+        for word in job:
+            if is_value[word]:
+                OmegaConf.update(one, words[word].key_or_group, words[word].value())
+        points.append(config.to_plain(one))
+    return points
+
+
+def _own(composed: DictConfig) -> DictConfig:
+    """Without Hydra's part, and named after the experiment's file unless that says otherwise."""
+    name = composed.hydra.runtime.choices.get("experiment")
+    with read_write(composed), open_dict(composed):
+        del composed["hydra"]
+    composed.experiment = composed.experiment or name
+    return composed
 
 
 def _refuse_plugins(base: DictConfig) -> None:
