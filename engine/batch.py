@@ -25,6 +25,7 @@ class ForwardBatch:
         positions: [T] int64, position of each token in its sequence.
         slot_mapping: [T] int64, page * page_size + offset where the token's K/V goes.
         cu_seqlens_q: [max_num_seqs + 1] int32, start row of each sequence; entries 0..S count.
+        cu_seqlens_k: [max_num_seqs + 1] int32, cumulative seq_lens from 0; entries 0..S count.
         seq_lens: [max_num_seqs] int32, keys each sequence attends to at its last row (K/V written
             in this step included); a chunk that ends at position p-1 has p, however long the
             prompt is.
@@ -40,6 +41,7 @@ class ForwardBatch:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     host_meta: torch.Tensor

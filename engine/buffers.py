@@ -10,6 +10,9 @@ import torch
 from engine.batch import ForwardBatch
 from engine.step import StepPlan
 
+_ALIGN = 16  # bytes; what compiled code and vectorised kernels expect of a tensor's start
+_TOKEN_ARRAYS = 3  # input ids, positions, slot mapping
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -19,43 +22,78 @@ class SamplingRows:
         slots: int64, where the sampled ids go in the last-token buffer.
         temperatures: float32; seeds: int64.
         positions: int64, position of the token being sampled.
+        all_greedy: known on the host: every temperature is 0, so no noise need be made.
     """
 
     slots: torch.Tensor
     temperatures: torch.Tensor
     seeds: torch.Tensor
     positions: torch.Tensor
+    all_greedy: bool
 
 
-class _Buffer:
-    """A host array and its device tensor: one memory on a CPU, pinned and copied on a GPU."""
+class _Mirror:
+    """Named arrays in one host allocation, and the same on the device: one memory on a CPU, pinned
+    memory and a single copy a step on a GPU (a copy costs the host 9 us there, whatever its size).
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        layout: name -> (shape, dtype) of the arrays, which stand in front.
+        tail_bytes: room for the token arrays behind them, whose place depends on the token count.
+    """
+
+    def __init__(
+        self,
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        tail_bytes: int,
+        device: torch.device,
+    ) -> None:
+        offsets, size = {}, 0
+        for name, (shape, dtype) in layout.items():
+            offsets[name] = size
+            nbytes = int(np.prod(shape)) * dtype.itemsize
+            size += -(-nbytes // _ALIGN) * _ALIGN
+        self._tail = size
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=on_gpu)
-        self._device = self._host.to(device, copy=True) if on_gpu else self._host
-        self.array: np.ndarray = self._host.numpy()
+        self._host = torch.zeros(size + tail_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._device = torch.zeros_like(self._host, device=device) if on_gpu else self._host
+        self.arrays: dict[str, np.ndarray] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in layout.items():
+            stop = offsets[name] + int(np.prod(shape)) * dtype.itemsize
+            for memory, views in ((self._host, self.arrays), (self._device, self.tensors)):
+                view = memory[offsets[name] : stop].view(dtype).view(shape)
+                views[name] = view.numpy() if views is self.arrays else view  # type: ignore[assignment]
 
-    def put(self, values: np.ndarray) -> torch.Tensor:
-        """Writes `values` to the front; returns that part on the device."""
-        n = len(values)
-        self.array[:n] = values
+    def token_arrays(self, tokens: int) -> tuple[np.ndarray, torch.Tensor]:
+        """-> [3, stride] int64 on host and device, stride >= tokens; rows start aligned."""
+        stride = -(-tokens * 8 // _ALIGN) * _ALIGN // 8
+        stop = self._tail + _TOKEN_ARRAYS * stride * 8
+        host, device = (
+            memory[self._tail : stop].view(torch.int64).view(_TOKEN_ARRAYS, stride)
+            for memory in (self._host, self._device)
+        )
+        return host.numpy(), device
+
+    def upload(self, tokens: int) -> None:
+        """Copies the arrays and the token arrays of `tokens` to the device. The pinned side may be
+        written again once the step's ids have been read back, which orders the copy before."""
         if self._device is not self._host:
-            # Safe to reuse the pinned side: a step's ids are read back before the next is filled.
-            self._device[:n].copy_(self._host[:n], non_blocking=True)
-        return self._device[:n]
-
-    @property
-    def whole(self) -> torch.Tensor:
-        return self._device
+            stop = self._tail + self.token_arrays(tokens)[0].nbytes
+            self._device[:stop].copy_(self._host[:stop], non_blocking=True)
 
 
 class BatchBuffers:
     """One rank's static inputs, its copy of the block tables, and the last sampled token by slot.
 
+    A step that is padded to a bucket of rows (CUDA graphs) gets rows that belong to no sequence:
+    they read and write the dummy page, attend to one key there, and sample into a dummy slot.
+
+    Args:
+        dummy_page: a page that no block table names.
+
     Attributes:
-        last_tokens: [max_num_seqs] int64 on the device, so that a decoding sequence's input id need
-            not pass through the host.
+        last_tokens: [max_num_seqs + 1] int64 on the device, so that a decoding sequence's input id
+            need not pass through the host; the last entry is the dummy slot.
     """
 
     def __init__(
@@ -65,68 +103,127 @@ class BatchBuffers:
         max_num_batched_tokens: int,
         max_model_len: int,
         page_size: int,
+        dummy_page: int,
         device: torch.device,
     ) -> None:
         self._page_size = page_size
-        seqs, tokens = max_num_seqs, max_num_batched_tokens
+        self._dummy_page = dummy_page
+        self._dummy_slot = max_num_seqs
         pages = -(-max_model_len // page_size)
-        int64, int32 = torch.int64, torch.int32
-        self._tables = np.zeros((seqs, pages), np.int32)  # by slot
-        self._input_ids = _Buffer((tokens,), int64, device)
-        self._positions = _Buffer((tokens,), int64, device)
-        self._slot_mapping = _Buffer((tokens,), int64, device)
-        self._cu_seqlens_q = _Buffer((seqs + 1,), int32, device)
-        self._seq_lens = _Buffer((seqs,), int32, device)
-        self._block_tables = _Buffer((seqs, pages), int32, device)
-        self._logits_indices = _Buffer((seqs,), int64, device)
-        self._row_slots = _Buffer((seqs,), int64, device)
-        self._row_indices = _Buffer((seqs,), int64, device)
-        self._sample_slots = _Buffer((seqs,), int64, device)
-        self._temperatures = _Buffer((seqs,), torch.float32, device)
-        self._seeds = _Buffer((seqs,), int64, device)
-        self._sample_positions = _Buffer((seqs,), int64, device)
-        self._host_meta = torch.zeros(4, dtype=int32)
-        self.last_tokens = torch.zeros(seqs, dtype=int64, device=device)
+        self._tables = np.zeros((max_num_seqs, pages), np.int32)  # by slot
+        seqs = (max_num_seqs,)
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "cu_seqlens_q": ((max_num_seqs + 1,), torch.int32),
+            "cu_seqlens_k": ((max_num_seqs + 1,), torch.int32),
+            "seq_lens": (seqs, torch.int32),
+            "logits_indices": (seqs, torch.int64),
+            "known_rows": (seqs, torch.int64),
+            "known_slots": (seqs, torch.int64),
+            "sample_slots": (seqs, torch.int64),
+            "sample_positions": (seqs, torch.int64),
+            "seeds": (seqs, torch.int64),
+            "temperatures": (seqs, torch.float32),
+            "block_tables": ((max_num_seqs, pages), torch.int32),
+        }
+        tail = _TOKEN_ARRAYS * (max_num_batched_tokens * 8 + _ALIGN)
+        self._mirror = _Mirror(layout, tail, device)
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
 
-    def fill(self, plan: StepPlan) -> tuple[ForwardBatch, SamplingRows]:
+    def fill(self, plan: StepPlan, bucket: int | None = None) -> tuple[ForwardBatch, SamplingRows]:
         """Applies the plan's new pages to the block tables and lays out one forward.
+
+        Args:
+            bucket: rows to pad a step to in which every sequence decodes; None: no padding, and
+                input ids that stand on the device are fetched (a graph does that itself, see
+                `fetch_known`).
 
         Work on the host is a fixed number of numpy calls over S sequences, T tokens and the new
         pages; it does not grow with the context but for the copy of S rows of the block tables.
         """
         slots, starts, lens = plan.slots, plan.starts, plan.query_lens
         self._apply_pages(plan)
+        arrays, num_seqs = self._mirror.arrays, plan.num_seqs
         ends = np.cumsum(lens, dtype=np.int64)
-        firsts = ends - lens
-        seq_of_token = np.repeat(np.arange(plan.num_seqs), lens)
-        positions = np.arange(plan.num_tokens) - firsts[seq_of_token] + starts[seq_of_token]
+        seq_of_token = np.repeat(np.arange(num_seqs), lens)
+        positions = np.arange(plan.num_tokens) - (ends - lens)[seq_of_token] + starts[seq_of_token]
         page, offset = np.divmod(positions, self._page_size)
-        slot_mapping = (
+        tokens = bucket or plan.num_tokens
+        token_arrays, _ = self._mirror.token_arrays(tokens)
+        token_arrays[0, : plan.num_tokens] = np.maximum(plan.token_ids, 0)
+        token_arrays[1, : plan.num_tokens] = positions
+        token_arrays[2, : plan.num_tokens] = (
             self._tables[slots[seq_of_token], page].astype(np.int64) * self._page_size + offset
         )
-        self._cu_seqlens_q.put(np.concatenate([[0], ends]))
-        self._seq_lens.put(starts + lens)
-        self._block_tables.put(self._tables[slots])
-        meta = (plan.num_seqs, int(lens.max()), int((starts + lens).max()), plan.num_decodes)
-        self._host_meta = torch.tensor(meta, dtype=torch.int32)
+        seq_lens = starts + lens
+        arrays["cu_seqlens_q"][1 : num_seqs + 1] = ends
+        arrays["cu_seqlens_k"][1 : num_seqs + 1] = np.cumsum(seq_lens)
+        arrays["seq_lens"][:num_seqs] = seq_lens
+        arrays["block_tables"][:num_seqs] = self._tables[slots]
         sampling = np.flatnonzero(plan.samples)
+        known = np.flatnonzero(plan.token_ids < 0)
+        count = len(sampling)
+        arrays["logits_indices"][:count] = ends[sampling] - 1
+        arrays["sample_slots"][:count] = slots[sampling]
+        arrays["sample_positions"][:count] = seq_lens[sampling]
+        arrays["seeds"][:count] = plan.seeds[sampling]
+        arrays["temperatures"][:count] = plan.temperatures[sampling]
+        arrays["known_rows"][: len(known)] = known
+        arrays["known_slots"][: len(known)] = slots[seq_of_token[known]]
+        if bucket is not None:
+            self._pad(num_seqs, bucket, token_arrays)
+        self._mirror.upload(tokens)
+        meta = (num_seqs, int(lens.max()), int(seq_lens.max()), plan.num_decodes)
+        batch, rows = self.views(tokens, bucket or count, meta, not plan.temperatures.any())
+        if bucket is None and len(known):
+            self.fetch_known(batch.input_ids, len(known))
+        return batch, rows
+
+    def views(
+        self, tokens: int, samples: int, meta: tuple[int, int, int, int], all_greedy: bool
+    ) -> tuple[ForwardBatch, SamplingRows]:
+        """The device tensors of a forward of `tokens` rows of which `samples` sample, at addresses
+        that depend on these two numbers alone; `meta` as ForwardBatch.host_meta, `all_greedy` as in SamplingRows."""
+        tensors = self._mirror.tensors
+        input_ids, positions, slot_mapping = self._mirror.token_arrays(tokens)[1][:, :tokens]
         batch = ForwardBatch(
-            input_ids=self._fill_input_ids(plan, seq_of_token),
-            positions=self._positions.put(positions),
-            slot_mapping=self._slot_mapping.put(slot_mapping),
-            cu_seqlens_q=self._cu_seqlens_q.whole,
-            seq_lens=self._seq_lens.whole,
-            block_tables=self._block_tables.whole,
-            host_meta=self._host_meta,
-            logits_indices=self._logits_indices.put(ends[sampling] - 1),
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=tensors["cu_seqlens_q"],
+            cu_seqlens_k=tensors["cu_seqlens_k"],
+            seq_lens=tensors["seq_lens"],
+            block_tables=tensors["block_tables"],
+            host_meta=torch.tensor(meta, dtype=torch.int32),
+            logits_indices=tensors["logits_indices"][:samples],
         )
         rows = SamplingRows(
-            slots=self._sample_slots.put(slots[sampling]),
-            temperatures=self._temperatures.put(plan.temperatures[sampling]),
-            seeds=self._seeds.put(plan.seeds[sampling]),
-            positions=self._sample_positions.put((starts + lens)[sampling]),
+            slots=tensors["sample_slots"][:samples],
+            temperatures=tensors["temperatures"][:samples],
+            seeds=tensors["seeds"][:samples],
+            positions=tensors["sample_positions"][:samples],
+            all_greedy=all_greedy,
         )
         return batch, rows
+
+    def fetch_known(self, input_ids: torch.Tensor, count: int) -> None:
+        """Puts the last sampled tokens of `count` sequences into their rows of input_ids."""
+        tensors = self._mirror.tensors
+        tokens = self.last_tokens.index_select(0, tensors["known_slots"][:count])
+        input_ids.index_copy_(0, tensors["known_rows"][:count], tokens)
+
+    def _pad(self, num_seqs: int, bucket: int, token_arrays: np.ndarray) -> None:
+        arrays, padding = self._mirror.arrays, slice(num_seqs, bucket)
+        token_arrays[0:2, padding] = 0
+        token_arrays[2, padding] = self._dummy_page * self._page_size
+        arrays["seq_lens"][padding] = 1
+        arrays["block_tables"][padding] = self._dummy_page
+        arrays["logits_indices"][padding] = arrays["known_rows"][padding] = np.arange(
+            num_seqs, bucket
+        )
+        arrays["sample_slots"][padding] = arrays["known_slots"][padding] = self._dummy_slot
+        arrays["sample_positions"][padding] = 0
+        arrays["seeds"][padding] = 0
+        arrays["temperatures"][padding] = 0.0
 
     def _apply_pages(self, plan: StepPlan) -> None:
         counts = plan.page_counts
@@ -136,11 +233,3 @@ class BatchBuffers:
         first = np.repeat(np.cumsum(counts) - counts, counts)
         column = np.arange(len(plan.pages)) - first + np.repeat(plan.page_starts, counts)
         self._tables[row, column] = plan.pages
-
-    def _fill_input_ids(self, plan: StepPlan, seq_of_token: np.ndarray) -> torch.Tensor:
-        input_ids = self._input_ids.put(np.maximum(plan.token_ids, 0))
-        rows = np.flatnonzero(plan.token_ids < 0)
-        if len(rows):
-            slots = self._row_slots.put(plan.slots[seq_of_token[rows]])
-            input_ids.index_copy_(0, self._row_indices.put(rows), self.last_tokens[slots])
-        return input_ids

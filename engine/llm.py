@@ -191,7 +191,7 @@ class LLM:
         return self._ranks.control(Memory())
 
     def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes that no running request holds."""
+        """Forgets every cached prefix."""
         self._ranks.control(ResetPrefixCache())
 
     # -- life -------------------------------------------------------------------------------------

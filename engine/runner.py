@@ -73,7 +73,7 @@ class Runner:
         self.config = replace(config, num_pages=num_pages)
         self.kv_cache = self._cache(self.config, num_pages)
         loaded = time.perf_counter()
-        self._buffers = self._new_buffers(self.config)
+        self._buffers = self._new_buffers(self.config, num_pages)
         self._sampler = Sampler()
         self._steps = StepLog()
         self._execution = execution.build(self.model, self.kv_cache, config.compile)
@@ -118,10 +118,15 @@ class Runner:
         logits = self.model.compute_logits(hidden, batch)
         ids = self._ids[:count]
         if logits is not None:  # rank 0 alone has the whole vocabulary, and samples
-            ids.copy_(self._sampler(logits, rows.temperatures, rows.seeds, rows.positions))
+            ids.copy_(self._sample(logits, rows))
         self.comm.broadcast(ids, Site.TOKEN_IDS)
         self._buffers.last_tokens.index_copy_(0, rows.slots, ids)
         return ids
+
+    def _sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        if rows.all_greedy:
+            return logits.argmax(dim=-1)
+        return self._sampler(logits, rows.temperatures, rows.seeds, rows.positions)
 
     def collect(self, ids: torch.Tensor | None) -> list[int]:
         """Waits for the step and returns its sampled ids in the order of the plan's rows."""
@@ -184,13 +189,14 @@ class Runner:
         dtype = getattr(torch, config.dtype)
         return KVCache(self.shape, self.comm.world, num_pages, config.page_size, dtype, self.device)
 
-    def _new_buffers(self, config: EngineConfig) -> BatchBuffers:
+    def _new_buffers(self, config: EngineConfig, dummy_page: int) -> BatchBuffers:
         assert config.max_model_len is not None
         return BatchBuffers(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             page_size=config.page_size,
+            dummy_page=dummy_page,
             device=self.device,
         )
 
@@ -203,7 +209,7 @@ class Runner:
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         tokens = config.max_num_batched_tokens
-        buffers = self._new_buffers(config)
+        buffers = self._new_buffers(config, dummy_page=0)
         kv_cache = self._cache(config, num_pages=0)  # the dummy page alone
         torch.cuda.reset_peak_memory_stats(self.device)
         batch, _ = buffers.fill(StepPlan.dummy(config, tokens, page=0))

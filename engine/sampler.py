@@ -38,6 +38,10 @@ class Sampler:
         Returns:
             [N] int64.
         """
+        if logits.is_cuda:
+            from engine.kernels.sample_triton import sample_triton
+
+            return sample_triton(logits, temperatures, seeds, positions)
         logits = logits.float()
         # A temperature of 0 must not give 0/0 in a row that is not used anyway.
         divisor = temperatures.clamp_min(_SMALLEST).unsqueeze(1)

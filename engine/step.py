@@ -13,16 +13,17 @@ from engine.config import EngineConfig
 from engine.request import Request
 
 _DTYPES = {
+    # By falling item size, so that every array in the message is aligned.
+    "token_ids": np.int64,
+    "seeds": np.int64,
     "slots": np.int32,
     "starts": np.int32,
     "query_lens": np.int32,
-    "samples": np.bool_,
-    "token_ids": np.int64,
     "page_starts": np.int32,
     "page_counts": np.int32,
     "pages": np.int32,
     "temperatures": np.float32,
-    "seeds": np.int64,
+    "samples": np.bool_,
 }
 _HEADER = struct.Struct(f"<q{len(_DTYPES)}q")
 
@@ -55,16 +56,16 @@ class StepPlan:
     """
 
     step: int
+    token_ids: np.ndarray
+    seeds: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     query_lens: np.ndarray
-    samples: np.ndarray
-    token_ids: np.ndarray
     page_starts: np.ndarray
     page_counts: np.ndarray
     pages: np.ndarray
     temperatures: np.ndarray
-    seeds: np.ndarray
+    samples: np.ndarray
 
     @property
     def num_seqs(self) -> int:
@@ -149,6 +150,10 @@ class StepPlan:
 
     @classmethod
     def from_bytes(cls, message: bytes) -> StepPlan:
+        if len(message) < _HEADER.size:
+            raise ValueError(
+                f"step message of {len(message)} bytes: its header alone has {_HEADER.size}"
+            )
         step, *lengths = _HEADER.unpack_from(message)
         offset = _HEADER.size
         columns: dict[str, np.ndarray] = {}

@@ -20,8 +20,8 @@ def attend(
     host_meta: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch. K/V of this step's tokens must
-    stand in the caches.
+    """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch.
+    K/V of this step's tokens must stand in the caches.
 
     Decoding sequences are one padded call, prompt chunks one call each. A step with chunks reads
     lengths on the host, which waits for a GPU; a step that only decodes does not.

@@ -12,7 +12,7 @@ def store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """PyTorch reference.
+    """One Triton kernel on a GPU (store_kv_triton.py); here its PyTorch reference.
 
     Args:
         k, v: [T, kv_heads, head_dim], any strides.
@@ -20,5 +20,9 @@ def store_kv(
         slot_mapping: [T] int64, page * page_size + offset; several rows may name the dummy page's
             slots, and what stands there afterwards is any one of them.
     """
+    if k.is_cuda:
+        from engine.kernels.store_kv_triton import store_kv_triton
+
+        return store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
     for values, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, values)

@@ -38,7 +38,7 @@ def store_kv_triton(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Arguments as of store_kv; a row of k or v must be contiguous, rows may be any distance apart."""
+    """Arguments as of store_kv; a row of k or v is contiguous, rows are any distance apart."""
     tokens, kv_heads, head_dim = k.shape
     row = kv_heads * head_dim
     for tensor in (k, v):
