@@ -182,7 +182,8 @@ class BatchBuffers:
         self, tokens: int, samples: int, meta: tuple[int, int, int, int], all_greedy: bool
     ) -> tuple[ForwardBatch, SamplingRows]:
         """The device tensors of a forward of `tokens` rows of which `samples` sample, at addresses
-        that depend on these two numbers alone; `meta` as ForwardBatch.host_meta, `all_greedy` as in SamplingRows."""
+        that depend on these two numbers alone; `meta` as ForwardBatch.host_meta, `all_greedy` as
+        in SamplingRows."""
         tensors = self._mirror.tensors
         input_ids, positions, slot_mapping = self._mirror.token_arrays(tokens)[1][:, :tokens]
         batch = ForwardBatch(

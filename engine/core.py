@@ -117,7 +117,7 @@ class EngineCore:
         self._pool.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix; pages that running requests hold are not found again either."""
+        """Forgets every cached prefix, those that running requests hold included."""
         self._pool.reset_prefix_cache()
 
     def counters(self) -> dict[str, int]:

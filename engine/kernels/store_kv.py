@@ -23,6 +23,7 @@ def store_kv(
     if k.is_cuda:
         from engine.kernels.store_kv_triton import store_kv_triton
 
-        return store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
+        store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
+        return
     for values, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, values)
