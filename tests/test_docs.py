@@ -67,6 +67,13 @@ def test_every_setting_in_the_readme_exists() -> None:
                 assert top in BenchConfig.__dataclass_fields__, word
 
 
+def test_readme_explains_every_printed_figure() -> None:
+    from harness.report import _EXTRA, _PRINTED
+
+    explained = set(re.findall(r"`([^`]+)`", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {figure[0].replace("\n", " ") for figure in (*_EXTRA, *_PRINTED)} <= explained
+
+
 # -- the generator itself -------------------------------------------------------------------------
 
 
