@@ -212,6 +212,11 @@ class BatchBuffers:
         tokens = self.last_tokens.index_select(0, tensors["known_slots"][:count])
         input_ids.index_copy_(0, tensors["known_rows"][:count], tokens)
 
+    def fill_padding(self, bucket: int) -> None:
+        """Lays out a step of `bucket` rows that all belong to no sequence."""
+        self._pad(0, bucket, self._mirror.token_arrays(bucket)[0])
+        self._mirror.upload(bucket)
+
     def _pad(self, num_seqs: int, bucket: int, token_arrays: np.ndarray) -> None:
         arrays, padding = self._mirror.arrays, slice(num_seqs, bucket)
         token_arrays[0:2, padding] = 0

@@ -31,7 +31,8 @@ class EngineConfig:
         max_model_len: prompt + output of one request at most; None: the model's own limit.
         max_num_seqs: requests resident at once.
         max_num_batched_tokens: query tokens of one step at most (the chunked-prefill budget).
-        page_size: tokens of one K/V page.
+        page_size: tokens of one K/V page; None: what the attention backend likes (flash2: 256,
+            others: 16).
         num_pages: pages of the cache; None: from free memory (`memory_utilization` of the GPU's
             memory; on a CPU what max_num_seqs requests of max_model_len need, at most
             `cpu_kv_bytes`).
@@ -57,7 +58,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     memory_utilization: float = 0.9
     cpu_kv_bytes: int = 1 << 30
@@ -80,8 +81,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
-        at_least_one = ("tp", "max_num_seqs", "max_num_batched_tokens", "page_size")
-        optional = ("max_model_len", "num_pages", "threads_per_rank")
+        at_least_one = ("tp", "max_num_seqs", "max_num_batched_tokens")
+        optional = ("max_model_len", "num_pages", "page_size", "threads_per_rank")
         for name in at_least_one + optional:
             value = getattr(self, name)
             if not (value is None and name in optional) and value < 1:
@@ -97,3 +98,13 @@ class EngineConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: give an integer in [0, 2^63)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """A configuration in which `auto` and None are replaced by what this machine and model make of
+    them (see resolve.py); only `num_pages` may be None still, on a GPU."""
+
+    max_model_len: int
+    page_size: int
+    threads_per_rank: int

@@ -27,7 +27,7 @@ class EngineCore:
         self, runner: Runner, tell_ranks: Callable[[StepPlan], None] = lambda plan: None
     ) -> None:
         config = runner.config
-        assert config.num_pages is not None and config.max_model_len is not None
+        assert config.num_pages is not None
         self._runner = runner
         self._tell_ranks = tell_ranks
         self._pool = BlockPool(config.num_pages, config.page_size, config.prefix_cache)

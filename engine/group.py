@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-from engine.config import EngineConfig
+from engine.config import ResolvedConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.messages import Abort, Close, Control, Failed, Finished, Ready, Reply, Submit
 from engine.request import Request
@@ -34,7 +34,7 @@ class RankGroup:
         ConfigError, CheckpointError: a rank found it while starting.
     """
 
-    def __init__(self, config: EngineConfig, shape: ModelShape) -> None:
+    def __init__(self, config: ResolvedConfig, shape: ModelShape) -> None:
         begin = time.perf_counter()
         self._error: Exception | None = None
         self._closed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.comm.types import CollectiveObserver
+from engine.comm.types import CollectiveObserver, ObserverContext
 from engine.core import EngineCore
 from engine.messages import (
     Attach,
@@ -32,12 +32,14 @@ class Rank:
         match message:
             case Attach(factories):
                 comm = self.runner.comm
-                device = self.runner.device.type
-                self._observers = [make(comm.rank, comm.world, device) for make in factories]
+                device = str(self.runner.device)
+                context = ObserverContext(comm.rank, comm.world, device, comm.align)
+                self._observers = [make(context) for make in factories]
                 comm.attach(self._observers)
                 return None
             case Detach():
                 self.runner.comm.attach(())
+                self.runner.forget_observed_graphs()
                 observers, self._observers = self._observers, []
                 return [observer.result() for observer in observers]
             case DrainSteps():

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.attention.flash import PAGE_MULTIPLE
+from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
 from engine.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-# Backends that this version can run, by device type; the others of config.py are refused by name.
-_ATTENTION = {"cpu": ("sdpa",), "cuda": ("sdpa",)}
+# What this version can run, by device type; the others of config.py are refused by name.
+_ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "sdpa")}
 _COMM = {"cpu": ("gloo",), "cuda": ("nccl",)}
 
 
-def resolve(config: EngineConfig, shape: ModelShape) -> EngineConfig:
+def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     """Replaces every `auto` and None that can be decided without loading the model.
 
     `num_pages` on a GPU stays None: it depends on the memory that the weights leave.
@@ -40,17 +43,19 @@ def resolve(config: EngineConfig, shape: ModelShape) -> EngineConfig:
             "enforce_eager=False: CUDA graphs need a CUDA device, and this engine runs on the CPU; "
             "set enforce_eager=True"
         )
-    if config.enforce_eager is False:
-        raise ConfigError("enforce_eager=False: CUDA graphs are not built yet; set it to True")
-    resolved = replace(
-        config,
-        device=device,
-        dtype=shape.dtype if config.dtype == "auto" else config.dtype,
-        attention=_choose("attention", config.attention, _ATTENTION[device], device),
-        comm=_comm(config, device),
-        max_model_len=max_model_len,
-        threads_per_rank=config.threads_per_rank or max(1, _cores() // config.tp),
-    )
+    dtype = shape.dtype if config.dtype == "auto" else config.dtype
+    attention = _attention(config, shape, device, dtype)
+    decided: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "attention": attention,
+        "page_size": config.page_size or (PAGE_MULTIPLE if attention == "flash2" else 16),
+        "comm": _comm(config, device),
+        "max_model_len": max_model_len,
+        "threads_per_rank": config.threads_per_rank or max(1, _cores() // config.tp),
+    }
+    asked = {field.name: getattr(config, field.name) for field in fields(config)}
+    resolved = ResolvedConfig(**{**asked, **decided})
     if resolved.num_pages is None and device == "cpu":
         resolved = replace(resolved, num_pages=_cpu_pages(resolved, shape))
     logger.info(
@@ -73,6 +78,35 @@ def _device(config: EngineConfig) -> str:
             f"tp={config.tp}: needs {config.tp} GPUs, {visible} visible; lower tp or set device=cpu"
         )
     return device
+
+
+def _attention(config: EngineConfig, shape: ModelShape, device: str, dtype: str) -> str:
+    """auto is flash2 where it can run, else sdpa; an explicit flash2 that cannot is an error."""
+    allowed = _ATTENTION[device]
+    if config.attention != "auto":
+        _choose("attention", config.attention, allowed, device)
+    if "flash2" not in allowed or config.attention == "sdpa":
+        return "sdpa"
+    obstacle = _no_flash2(config, shape, dtype)
+    if obstacle is None:
+        return "flash2"
+    if config.attention == "flash2":
+        raise ConfigError(f"attention='flash2': {obstacle}")
+    logger.warning("attention=auto takes sdpa, not flash2: %s", obstacle)
+    return "sdpa"
+
+
+def _no_flash2(config: EngineConfig, shape: ModelShape, dtype: str) -> str | None:
+    """Why flash-attn 2 cannot run, None if it can."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed; pip install flash-attn"
+    if dtype == "float32":
+        return "it has no float32 kernels; set dtype=bfloat16 or float16"
+    if config.page_size is not None and config.page_size % PAGE_MULTIPLE:
+        return f"page_size={config.page_size}: its pages are multiples of {PAGE_MULTIPLE}"
+    if shape.head_dim > 256 or shape.head_dim % 8:
+        return f"head_dim={shape.head_dim}: it takes multiples of 8 up to 256"
+    return None
 
 
 def _choose(name: str, value: str, allowed: tuple[str, ...], device: str) -> str:
@@ -99,8 +133,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_pages(config: EngineConfig, shape: ModelShape) -> int:
-    assert config.max_model_len is not None
+def _cpu_pages(config: ResolvedConfig, shape: ModelShape) -> int:
     itemsize = getattr(torch, config.dtype).itemsize
     page_bytes = KVCache.bytes_per_page(shape, config.tp, config.page_size, itemsize)
     wanted = config.max_num_seqs * -(-config.max_model_len // config.page_size)

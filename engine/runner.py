@@ -18,9 +18,11 @@ from engine import execution
 from engine.batch import ForwardBatch
 from engine.buffers import BatchBuffers, SamplingRows
 from engine.comm.base import Communicator
-from engine.comm.types import Site, StepInfo
-from engine.config import EngineConfig
+from engine.comm.types import Phase, Site, StepInfo
+from engine.config import ResolvedConfig
 from engine.errors import ConfigError
+from engine.graphs import Capture, DecodeGraphs, bucket_sizes
+from engine.kernels import triton_builds
 from engine.kv_cache import KVCache
 from engine.models.qwen import Qwen3ForCausalLM
 from engine.sampler import Sampler
@@ -47,7 +49,7 @@ class Runner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         shape: ModelShape,
         comm: Communicator,
         agree: Callable[[int], int] = lambda pages: pages,
@@ -59,7 +61,6 @@ class Runner:
         self._use_cache_dir(config.cache_dir)
         self._counted_before = execution.compile_counters()
         begin = time.perf_counter()
-        assert config.max_model_len is not None
         self.model = Qwen3ForCausalLM(
             shape,
             comm,
@@ -79,13 +80,17 @@ class Runner:
         self._execution = execution.build(self.model, self.kv_cache, config.compile)
         self._ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         first_runs = self._warmup()
+        warmed = time.perf_counter()
+        self._graphs = None if config.enforce_eager else self._capture()
+        captured = time.perf_counter()
         self.startup: dict[str, float | None] = {
             "load_s": loaded - begin,
             "compile_s": first_runs if config.compile != "off" else None,
-            "capture_s": None,
+            "capture_s": captured - warmed if self._graphs is not None else None,
             "warmup_s": first_runs if config.compile == "off" else None,
         }
-        self.effective: dict[str, Any] = {**asdict(self.config), "mode": self._execution.mode}
+        mode = self._graphs.mode if self._graphs is not None else self._execution.mode
+        self.effective: dict[str, Any] = {**asdict(self.config), "mode": mode}
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -94,18 +99,25 @@ class Runner:
         """Enqueues one step: forward, and where sequences sample, logits to rank 0, sampling there,
         and the ids to every rank. Returns the ids [N] on the device, None if nothing samples."""
         begin = time.perf_counter_ns()
-        batch, rows = self._buffers.fill(plan)
+        graphs = self._graphs if plan.phase is Phase.DECODE else None
+        bucket = plan.num_tokens if graphs is None else graphs.bucket_of(plan.num_seqs)
+        batch, rows = self._buffers.fill(plan, None if graphs is None else bucket)
+        count = int(plan.samples.sum())
         info = StepInfo(
             plan.step,
             plan.phase,
             plan.num_seqs,
             plan.num_tokens,
-            bucket=plan.num_tokens,
-            samples=len(rows.slots),
-            mode=self._execution.mode,
+            bucket=bucket,
+            samples=count,
+            mode=self._execution.mode if graphs is None else graphs.mode,
         )
         self.comm.step_begin(info)
-        ids = self._forward(batch, rows)
+        if graphs is None:
+            ids = self._forward(batch, rows)
+        else:
+            graphs.replay(bucket)
+            ids = self._ids[:count]
         self.comm.step_end(info)
         self._steps.append(plan, info.bucket, begin, time.perf_counter_ns())
         return ids
@@ -130,7 +142,12 @@ class Runner:
 
     def collect(self, ids: torch.Tensor | None) -> list[int]:
         """Waits for the step and returns its sampled ids in the order of the plan's rows."""
-        return [] if ids is None else ids.tolist()
+        if ids is not None:
+            return ids.tolist()
+        if self.device.type == "cuda":
+            # Nothing to read, but pinned inputs may not be written again before they are copied.
+            torch.cuda.current_stream().synchronize()
+        return []
 
     def record_wall(self, begin_ns: int, end_ns: int) -> None:
         """Adds the plan-to-collect time of the newest step to the step log (rank 0)."""
@@ -148,7 +165,8 @@ class Runner:
             name: count - self._counted_before[name]
             for name, count in execution.compile_counters().items()
         }
-        return {**compiled, "captures": 0, "triton_builds": 0}
+        captures = len(self._graphs.captures) if self._graphs is not None else 0
+        return {**compiled, "captures": captures, "triton_builds": triton_builds()}
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: weights, K/V, and the peak (GPU: reserved by the allocator; CPU: resident set)."""
@@ -161,15 +179,26 @@ class Runner:
         return {
             "weights_bytes": sum(weights.values()),
             "kv_bytes": self.kv_cache.nbytes,
-            "graph_pool_bytes": None,
+            "graph_pool_bytes": self._graphs.pool_bytes if self._graphs is not None else None,
             "peak_bytes": peak,
         }
+
+    def captures(self) -> list[Capture]:
+        """What capturing each bucket cost, in the order of capture."""
+        return [] if self._graphs is None else list(self._graphs.captures)
+
+    def forget_observed_graphs(self) -> None:
+        """Drops graphs that were captured with observers inside."""
+        if self._graphs is not None:
+            self._graphs.forget_observed()
 
     def close(self) -> None:
         """Frees model and cache before the communicator goes; repeatable."""
         if hasattr(self, "model"):
+            if self._graphs is not None:
+                self._graphs.close()
             self._execution.close()
-            del self.model, self.kv_cache, self._execution, self._buffers
+            del self.model, self.kv_cache, self._execution, self._buffers, self._graphs
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -185,12 +214,11 @@ class Runner:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(root / "triton")
 
-    def _cache(self, config: EngineConfig, num_pages: int) -> KVCache:
+    def _cache(self, config: ResolvedConfig, num_pages: int) -> KVCache:
         dtype = getattr(torch, config.dtype)
         return KVCache(self.shape, self.comm.world, num_pages, config.page_size, dtype, self.device)
 
-    def _new_buffers(self, config: EngineConfig, dummy_page: int) -> BatchBuffers:
-        assert config.max_model_len is not None
+    def _new_buffers(self, config: ResolvedConfig, dummy_page: int) -> BatchBuffers:
         return BatchBuffers(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -201,7 +229,7 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def _pages_that_fit(self, config: EngineConfig) -> int:
+    def _pages_that_fit(self, config: ResolvedConfig) -> int:
         """Pages that the GPU holds beside the weights and the largest step's activations.
 
         Raises:
@@ -221,7 +249,8 @@ class Runner:
         torch.cuda.empty_cache()
         itemsize = getattr(torch, config.dtype).itemsize
         page = KVCache.bytes_per_page(self.shape, config.tp, config.page_size, itemsize)
-        pages = int(total * config.memory_utilization - peak) // page - 1
+        budget = int(total * config.memory_utilization) - peak - self._graph_reserve(config)
+        pages = budget // page - 1
         if pages < 1:
             raise ConfigError(
                 f"memory_utilization={config.memory_utilization}: weights and activations take "
@@ -229,6 +258,25 @@ class Runner:
                 f"raise it, or lower max_num_batched_tokens"
             )
         return pages
+
+    def _graph_reserve(self, config: ResolvedConfig) -> int:
+        """Bytes kept free for CUDA graphs: 16 MiB a graph for what the driver keeps of its nodes,
+        and the largest bucket's logits, as they are gathered and as they are sampled in float32."""
+        if config.enforce_eager:
+            return 0
+        logits = config.max_num_seqs * self.shape.vocab_size * 8
+        return len(bucket_sizes(config.max_num_seqs)) * (16 << 20) + logits
+
+    @torch.inference_mode()
+    def _capture(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            self._forward,
+            self._buffers,
+            self.comm,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            mode=self._execution.mode,
+        )
 
     @torch.inference_mode()
     def _warmup(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.comm.solo import SoloCommunicator
-from engine.config import EngineConfig
+from engine.config import ResolvedConfig
 from engine.core import EngineCore
 from engine.messages import Control
 from engine.rank import Rank
@@ -24,12 +24,11 @@ class SoloRank:
     """Same methods as group.RankGroup. The process's thread count and compile-cache folders are set
     for the life of the engine and restored by close()."""
 
-    def __init__(self, config: EngineConfig, shape: ModelShape) -> None:
+    def __init__(self, config: ResolvedConfig, shape: ModelShape) -> None:
         begin = time.perf_counter()
         self._threads = torch.get_num_threads()
         self._environment = {name: os.environ.get(name) for name in _CACHE_VARIABLES}
         if config.device == "cpu":
-            assert config.threads_per_rank is not None
             torch.set_num_threads(config.threads_per_rank)
         self._runner: Runner | None = None
         comm = SoloCommunicator()

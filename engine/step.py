@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from engine.comm.types import Phase
-from engine.config import EngineConfig
+from engine.config import ResolvedConfig
 from engine.request import Request
 
 _DTYPES = {
@@ -119,11 +119,10 @@ class StepPlan:
         return cls(step, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
 
     @classmethod
-    def dummy(cls, config: EngineConfig, tokens: int, page: int) -> StepPlan:
+    def dummy(cls, config: ResolvedConfig, tokens: int, page: int) -> StepPlan:
         """Prompt chunks of up to `tokens` in all, whose K/V goes to `page` alone: for warm-up and
         for measuring memory. `config` is resolved; no sequence passes max_model_len."""
         limit = config.max_model_len
-        assert limit is not None
         tokens = min(tokens, config.max_num_batched_tokens, config.max_num_seqs * limit)
         lens = [min(limit, tokens - done) for done in range(0, tokens, limit)]
         page_counts = [-(-n // config.page_size) for n in lens]

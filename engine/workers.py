@@ -22,7 +22,7 @@ import torch
 
 from engine.comm.base import Communicator
 from engine.comm.process_group import ProcessGroupCommunicator
-from engine.config import EngineConfig
+from engine.config import ResolvedConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError
 from engine.messages import Abort, Close, Failed, Finished, Ready, Reply, Submit
@@ -47,7 +47,7 @@ class RankChannels:
 
 
 def rank_main(
-    rank: int, config: EngineConfig, shape: ModelShape, store_path: str, channels: RankChannels
+    rank: int, config: ResolvedConfig, shape: ModelShape, store_path: str, channels: RankChannels
 ) -> None:
     """A rank's process; it reports an exception to the caller and exits with 1."""
     # Ctrl-C reaches the whole process group; the caller decides what it means.
@@ -83,7 +83,7 @@ def _watch_caller(caller: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 
 def _run_rank(
     rank: int,
-    config: EngineConfig,
+    config: ResolvedConfig,
     shape: ModelShape,
     store_path: str,
     channels: RankChannels,
@@ -92,7 +92,6 @@ def _run_rank(
     if config.device == "cuda":
         torch.cuda.set_device(rank)
     else:
-        assert config.threads_per_rank is not None
         torch.set_num_threads(config.threads_per_rank)
     comm = ProcessGroupCommunicator(rank, config.tp, config.comm, store_path, config.timeout_s)
     runner = Runner(config, shape, comm, agree=comm.min_over_ranks)

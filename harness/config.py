@@ -109,7 +109,7 @@ class BenchConfig:
     compile: str = "off"  # layer: each decoder layer a region; model: embedding to final norm one
     attention: str = "auto"  # auto: the fastest that runs here
     comm: str = "auto"  # auto: nccl on GPUs, gloo on CPUs
-    page_size: int = 16  # tokens of one K/V page
+    page_size: int | None = None  # tokens of one K/V page; null: what the attention backend likes
     dtype: str = "auto"  # auto: the checkpoint's
     device: str = "auto"  # auto: cuda where a GPU is visible
     model: ModelConfig = field(default_factory=ModelConfig)

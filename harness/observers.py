@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
-from engine.comm.types import Collective, CollectiveObserver, Kind, ObserverFactory, Site, StepInfo
+from engine.comm.types import (
+    Collective,
+    CollectiveObserver,
+    Kind,
+    ObserverContext,
+    ObserverFactory,
+    Site,
+    StepInfo,
+)
 from harness import clocks
 from harness.records import (
     COLLECTIVE_DTYPE,
@@ -26,14 +34,13 @@ from harness.records import (
 
 NVTX_DOMAIN = "engine"
 _PHASE_CODES = {phase: code for code, phase in enumerate(PHASES)}
-_REPLAYED = "graph"  # a mode that starts so replays a CUDA graph, in which no Python runs
 
 
-class HostTimerObserver:
+class HostTimerObserver(CollectiveObserver):
     """Reads the host's clock round every step and collective, into preallocated rows."""
 
-    def __init__(self, rank: int, world: int, device: str) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, context: ObserverContext) -> None:
+        self._rank, self._world = context.rank, context.world
         self._steps = Rows(STEP_DTYPE, 1024)
         self._collectives = Rows(COLLECTIVE_DTYPE, 16384)
         self._modes, self._dtypes, self._paths = Names(), Names(), Names()
@@ -103,17 +110,15 @@ class HostTimerObserver:
         return int(row["after_ns"] - row["before_ns"])
 
 
-class CountObserver:
+class CountObserver(CollectiveObserver):
     """Counts collectives and their bytes, step by step."""
 
-    def __init__(self, rank: int, world: int, device: str) -> None:
-        self._record = CountRecord(rank, world)
+    def __init__(self, context: ObserverContext) -> None:
+        self._record = CountRecord(context.rank, context.world)
         self._step: dict[tuple[str, str], list[int]] = {}
 
     def step_begin(self, step: StepInfo) -> None:
         self._step = self._record.steps.setdefault(step.step, {})
-
-    def step_end(self, step: StepInfo) -> None: ...
 
     def before(self, collective: Collective) -> None:
         key = (collective.kind.label, collective.site.label)
@@ -121,13 +126,11 @@ class CountObserver:
         entry[0] += 1
         entry[1] += collective.bytes
 
-    def after(self, collective: Collective) -> None: ...
-
     def result(self) -> CountRecord:
         return self._record
 
 
-class NvtxObserver:
+class NvtxObserver(CollectiveObserver):
     """Ranges in the domain `engine`: `kind/site` with the kind as category and bytes as payload;
     `step/prefill|decode|mixed|replay` with the batch as payload.
 
@@ -135,7 +138,7 @@ class NvtxObserver:
     distinct range and reused: on an H200 host 0.27 us a range instead of 0.9.
     """
 
-    def __init__(self, rank: int, world: int, device: str, annotate: Any = None) -> None:
+    def __init__(self, context: ObserverContext, annotate: Any = None) -> None:
         if annotate is None:
             import nvtx
 
@@ -145,12 +148,12 @@ class NvtxObserver:
         self._pushed = 0
 
     def step_begin(self, step: StepInfo) -> None:
-        what = "replay" if step.mode.startswith(_REPLAYED) else step.phase.value
+        what = "replay" if step.replayed else step.phase.value
         self._pushed += 1
         self._range(f"step/{what}", "step", step.batch).__enter__()
 
     def step_end(self, step: StepInfo) -> None:
-        what = "replay" if step.mode.startswith(_REPLAYED) else step.phase.value
+        what = "replay" if step.replayed else step.phase.value
         self._range(f"step/{what}", "step", step.batch).__exit__(None, None, None)
 
     def before(self, collective: Collective) -> None:
@@ -188,24 +191,24 @@ class NvtxObserver:
 class HostTimer:
     """Factory of HostTimerObserver."""
 
-    def __call__(self, rank: int, world: int, device: str) -> CollectiveObserver:
-        return HostTimerObserver(rank, world, device)
+    def __call__(self, context: ObserverContext) -> CollectiveObserver:
+        return HostTimerObserver(context)
 
 
 @dataclass(frozen=True)
 class Counts:
     """Factory of CountObserver."""
 
-    def __call__(self, rank: int, world: int, device: str) -> CollectiveObserver:
-        return CountObserver(rank, world, device)
+    def __call__(self, context: ObserverContext) -> CollectiveObserver:
+        return CountObserver(context)
 
 
 @dataclass(frozen=True)
 class Nvtx:
     """Factory of NvtxObserver."""
 
-    def __call__(self, rank: int, world: int, device: str) -> CollectiveObserver:
-        return NvtxObserver(rank, world, device)
+    def __call__(self, context: ObserverContext) -> CollectiveObserver:
+        return NvtxObserver(context)
 
 
 _FACTORIES: dict[str, ObserverFactory] = {

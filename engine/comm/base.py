@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +30,14 @@ class Communicator(ABC):
 
     path: str
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device | str = "cpu") -> None:
         self.rank = rank
         self.world = world
         self.key = ops.register(self)
         self._observers: tuple[CollectiveObserver, ...] = ()
         self._step = -1
         self._ordinal = 0
+        self._align_buffer = torch.zeros(1, device=device)
 
     # -- what the layers call ---------------------------------------------------------------------
 
@@ -75,6 +77,32 @@ class Communicator(ABC):
     def attach(self, observers: Sequence[CollectiveObserver]) -> None:
         """Replaces the observers; an empty sequence detaches all and restores the bare path."""
         self._observers = tuple(observers)
+
+    @property
+    def observers(self) -> tuple[CollectiveObserver, ...]:
+        return self._observers
+
+    def align(self) -> None:
+        """Enqueues one small all-reduce that no observer hears: device work behind it starts
+        together on all ranks."""
+        self._all_reduce(self._align_buffer)
+
+    @contextmanager
+    def capturing(self, step: StepInfo, observed: bool) -> Iterator[None]:
+        """While a CUDA graph is captured: only observers that can be captured hear it, and only if
+        it is to be an `observed` graph."""
+        attached = self._observers
+        chosen = [o for o in attached if o.captures] if observed else []
+        self._observers = tuple(chosen)
+        self._step, self._ordinal = step.step, 0
+        try:
+            for observer in chosen:
+                observer.capture_begin(step)
+            yield
+            for observer in reversed(chosen):
+                observer.capture_end(step)
+        finally:
+            self._observers = attached
 
     def step_begin(self, step: StepInfo) -> None:
         self._step = step.step

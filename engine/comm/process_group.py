@@ -19,7 +19,7 @@ class ProcessGroupCommunicator(Communicator):
     def __init__(
         self, rank: int, world: int, backend: str, store_path: str, timeout_s: float = 300.0
     ) -> None:
-        super().__init__(rank, world)
+        super().__init__(rank, world, "cuda" if backend == "nccl" else "cpu")
         self.path = backend
         timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(store_path, world)
@@ -36,8 +36,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def min_over_ranks(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank (start-up only; not observed)."""
-        device = "cuda" if self.path == "nccl" else "cpu"
-        box = torch.tensor([value], dtype=torch.int64, device=device)
+        box = torch.tensor([value], dtype=torch.int64, device=self._align_buffer.device)
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
         return int(box.item())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 
 class Kind(IntEnum):
@@ -63,7 +63,8 @@ class StepInfo:
         tokens: number of query tokens in the step (padding not counted).
         bucket: rows that the forward ran with; equal to `tokens` without padding.
         samples: number of sequences that sample a token in this step.
-        mode: how the forward ran: eager | compiled-layer | compiled-model | graph | ...
+        mode: how the forward ran: eager | compiled-layer | compiled-model, with "graph" in front
+            ("graph", "graph+compiled-model") if it was the replay of a CUDA graph.
     """
 
     step: int
@@ -73,6 +74,10 @@ class StepInfo:
     bucket: int
     samples: int
     mode: str
+
+    @property
+    def replayed(self) -> bool:
+        return self.mode.startswith("graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,36 @@ class Collective:
     path: str
 
 
-class CollectiveObserver(Protocol):
-    """Listens to a rank's steps and collectives. Called on the rank, in program order; with several
-    observers `after` and `step_end` run in reverse, so that ranges nest."""
+@dataclass(frozen=True, slots=True)
+class ObserverContext:
+    """What an observer is built with, on its rank.
+
+    Attributes:
+        device: "cpu", "cuda:0", ...
+        align: enqueues one small all-reduce that no observer hears, so that device work enqueued
+            behind it starts together on all ranks; every rank must call it at the same place.
+    """
+
+    rank: int
+    world: int
+    device: str
+    align: Callable[[], None]
+
+
+class CollectiveObserver:
+    """Listens to a rank's steps and collectives; this base hears nothing.
+
+    Called on the rank, in program order; with several observers `after` and `step_end` run in
+    reverse, so that ranges nest. When a CUDA graph is replayed no Python runs inside the step: an
+    observer then hears step_begin and step_end alone, unless it `captures`. For one that does, a
+    graph of its own is captured with its `before` and `after` inside (they may enqueue device work
+    and nothing else), between capture_begin and capture_end; each replay of it repeats that work.
+
+    Attributes:
+        captures: whether the observer can be captured.
+    """
+
+    captures = False
 
     def step_begin(self, step: StepInfo) -> None: ...
 
@@ -108,10 +140,14 @@ class CollectiveObserver(Protocol):
 
     def after(self, collective: Collective) -> None: ...
 
+    def capture_begin(self, step: StepInfo) -> None:
+        """What follows is captured for replays of `step.bucket` rows."""
+
+    def capture_end(self, step: StepInfo) -> None: ...
+
     def result(self) -> Any:
         """What the rank hands over when it is detached; must be picklable."""
-        ...
 
 
-# Called as factory(rank, world, device) in the rank's own process; must be picklable.
-ObserverFactory = Callable[[int, int, str], CollectiveObserver]
+# Called in the rank's own process; must be picklable.
+ObserverFactory = Callable[[ObserverContext], CollectiveObserver]

@@ -1,1 +1,18 @@
-"""Kernels, each with its PyTorch reference in the same file."""
+"""Triton kernels, each beside its PyTorch reference; imported where a GPU tensor asks for them."""
+
+from __future__ import annotations
+
+import sys
+
+
+def triton_builds() -> int:
+    """Kernels that Triton has built or loaded in this process; one that appears inside a measured
+    window means that warm-up missed a shape."""
+    triton = sys.modules.get("triton")
+    if triton is None:
+        return 0
+    from triton.runtime.jit import JITFunction
+
+    own = [m for name, m in sys.modules.items() if name.startswith("engine.kernels.")]
+    kernels = [f for m in own for f in vars(m).values() if isinstance(f, JITFunction)]
+    return sum(len(cache[0]) for f in kernels for cache in f.device_caches.values())

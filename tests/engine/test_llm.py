@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, ConfigError, EngineConfig, FinishReason, RequestError, SamplingParams
-from engine.comm import Collective, StepInfo
+from engine.comm import Collective, CollectiveObserver, ObserverContext, StepInfo
 from engine.comm.ops import _registry
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
@@ -203,21 +203,17 @@ def test_steps_are_logged_once(checkpoints: Checkpoints) -> None:
         assert len(llm.drain_steps()[0]) == 0
 
 
-class Listener:
+class Listener(CollectiveObserver):
     """Counts what it hears."""
 
-    def __init__(self, rank: int, world: int, device: str) -> None:
-        self.heard: list[Any] = [(rank, world, device)]
+    def __init__(self, context: ObserverContext) -> None:
+        self.heard: list[Any] = [(context.rank, context.world, context.device)]
 
     def step_begin(self, step: StepInfo) -> None:
         self.heard.append(step)
 
-    def step_end(self, step: StepInfo) -> None: ...
-
     def before(self, collective: Collective) -> None:
         self.heard.append(collective)
-
-    def after(self, collective: Collective) -> None: ...
 
     def result(self) -> list[Any]:
         return self.heard

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, EngineDeadError, FinishReason, Kind, SamplingParams, Site
-from engine.comm import Collective, StepInfo
+from engine.comm import Collective, CollectiveObserver, ObserverContext, StepInfo
 from engine.errors import CheckpointError
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
@@ -30,19 +30,16 @@ def prompts() -> list[list[int]]:
     return [[(7 * i + 3 * n) % 97 for i in range(n)] for n in (1, 7, 8, 9, 16, 29)]
 
 
-class Recorder:
+class Recorder(CollectiveObserver):
     """Keeps every collective of every step on its rank."""
 
-    def __init__(self, rank: int, world: int, device: str) -> None:
+    def __init__(self, context: ObserverContext) -> None:
+        self.rank = context.rank
         self.steps: list[StepInfo] = []
         self.collectives: list[Collective] = []
 
     def step_begin(self, step: StepInfo) -> None:
         self.steps.append(step)
-
-    def step_end(self, step: StepInfo) -> None: ...
-
-    def before(self, collective: Collective) -> None: ...
 
     def after(self, collective: Collective) -> None:
         self.collectives.append(collective)
@@ -53,10 +50,6 @@ class Recorder:
 
 class RaisesInStepFive(Recorder):
     """On rank 1 alone, before the third collective of the fifth step it sees."""
-
-    def __init__(self, rank: int, world: int, device: str) -> None:
-        super().__init__(rank, world, device)
-        self.rank = rank
 
     def before(self, collective: Collective) -> None:
         if self.rank == 1 and len(self.steps) == 5 and collective.ordinal == 2:

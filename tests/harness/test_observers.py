@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.comm.base import Communicator
-from engine.comm.types import Kind, Phase, Site, StepInfo
+from engine.comm.types import Kind, ObserverContext, Phase, Site, StepInfo
 from harness import observers
 from harness.observers import CountObserver, HostTimerObserver, NvtxObserver
 
@@ -37,6 +37,10 @@ class Silent(Communicator):
         self._during()
 
     def barrier(self) -> None: ...
+
+
+def context(rank: int) -> ObserverContext:
+    return ObserverContext(rank, 2, "cpu", align=lambda: None)
 
 
 def run_step(
@@ -77,7 +81,7 @@ class RecordingNvtx:
 
 def test_nvtx_names_domain_category_payload_and_nesting() -> None:
     nvtx, comm = RecordingNvtx(), Silent()
-    observer = NvtxObserver(0, 2, "cpu", annotate=nvtx.annotate)
+    observer = NvtxObserver(context(0), annotate=nvtx.annotate)
     comm.attach([observer])
     run_step(comm, 0)
     step = ("step/decode", "engine", "step", 2)
@@ -100,7 +104,7 @@ def test_nvtx_names_domain_category_payload_and_nesting() -> None:
 
 def test_nvtx_builds_each_range_once() -> None:
     nvtx, comm = RecordingNvtx(), Silent()
-    comm.attach([NvtxObserver(0, 2, "cpu", annotate=nvtx.annotate)])
+    comm.attach([NvtxObserver(context(0), annotate=nvtx.annotate)])
     for step in range(10):
         run_step(comm, step)
     assert (nvtx.built, len(nvtx.log)) == (5, 100)
@@ -117,7 +121,7 @@ def test_nvtx_builds_each_range_once() -> None:
 )
 def test_nvtx_step_ranges(phase: Phase, mode: str, message: str) -> None:
     nvtx, comm = RecordingNvtx(), Silent()
-    comm.attach([NvtxObserver(1, 2, "cpu", annotate=nvtx.annotate)])
+    comm.attach([NvtxObserver(context(1), annotate=nvtx.annotate)])
     run_step(comm, 0, phase, mode)
     assert (nvtx.log[0][:2], nvtx.log[-1][:2]) == (("push", message), ("pop", message))
     comm.close()
@@ -126,7 +130,7 @@ def test_nvtx_step_ranges(phase: Phase, mode: str, message: str) -> None:
 def test_the_real_package_takes_the_ranges() -> None:
     pytest.importorskip("nvtx")
     comm = Silent()
-    comm.attach([NvtxObserver(0, 2, "cpu")])
+    comm.attach([NvtxObserver(context(0))])
     run_step(comm, 0)
     comm.close()
 
@@ -134,7 +138,7 @@ def test_the_real_package_takes_the_ranges() -> None:
 def test_host_timer_records_what_ran_and_reads_outside_all_other_work() -> None:
     inside: list[int] = []
     comm = Silent(during=lambda: inside.append(time.perf_counter_ns()))
-    timer = HostTimerObserver(0, 2, "cpu")
+    timer = HostTimerObserver(context(0))
     comm.attach([timer])
     for step in (5, 6):
         run_step(comm, step)
@@ -165,7 +169,7 @@ def test_host_timer_records_what_ran_and_reads_outside_all_other_work() -> None:
 
 
 def test_host_timer_keeps_rows_when_its_buffers_grow() -> None:
-    comm, timer = Silent(), HostTimerObserver(0, 2, "cpu")
+    comm, timer = Silent(), HostTimerObserver(context(0))
     timer._collectives.array = timer._collectives.array[:4]
     timer._steps.array = timer._steps.array[:2]
     comm.attach([timer])
@@ -179,7 +183,7 @@ def test_host_timer_keeps_rows_when_its_buffers_grow() -> None:
 
 
 def test_counts_by_kind_and_site_with_bytes() -> None:
-    comm, counts = Silent(), CountObserver(0, 2, "cpu")
+    comm, counts = Silent(), CountObserver(context(0))
     comm.attach([counts])
     run_step(comm, 3)
     info = StepInfo(
@@ -202,8 +206,8 @@ def test_the_timer_is_attached_last_and_factories_survive_pickling() -> None:
     made = observers.factories(["collectives", "nvtx", "counts"])
     assert list(made) == ["counts", "nvtx", "collectives"]
     again = pickle.loads(pickle.dumps(made))
-    assert isinstance(again["counts"](1, 2, "cpu"), CountObserver)
-    assert isinstance(again["collectives"](1, 2, "cpu"), HostTimerObserver)
+    assert isinstance(again["counts"](context(1)), CountObserver)
+    assert isinstance(again["collectives"](context(1)), HostTimerObserver)
     assert list(observers.factories(["counts"])) == ["counts"]
     with pytest.raises(ValueError, match=r"instrument=\['events'\]: choose among counts, nvtx"):
         observers.factories(["counts", "events"])

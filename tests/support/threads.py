@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.comm import Collective, Communicator, SoloCommunicator, StepInfo
+from engine.comm import (
+    Collective,
+    CollectiveObserver,
+    Communicator,
+    SoloCommunicator,
+    StepInfo,
+)
 
 T = TypeVar("T")
 
@@ -89,7 +95,7 @@ def run_ranks(world: int, run: Callable[[Communicator], T]) -> list[T]:
 
 
 @dataclass
-class Recorder:
+class Recorder(CollectiveObserver):
     """An observer that keeps what it heard."""
 
     collectives: list[Collective] = field(default_factory=list)
