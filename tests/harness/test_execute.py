@@ -15,7 +15,6 @@ from rich.console import Console
 from harness import execute
 from harness.execute import Execution, units
 from harness.plan import Plan, Point
-from harness.progress import Estimate, duration
 from harness.runs import RunFolder, open_run
 from harness.session import Outcome
 from harness.worker import Functions
@@ -289,17 +288,6 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert lines[3] == (
         "[4/4] batch=2 enforce_eager=false: skipped (CUDA graphs need a CUDA device; none visible)"
     )
-
-
-def test_the_estimate_comes_from_what_this_run_took() -> None:
-    estimate = Estimate(points=6, starts=2)
-    assert estimate.left_s() is None
-    estimate.started(10)
-    estimate.ended(2)
-    assert estimate.left_s() == 5 * 2 + 1 * 10
-    estimate.ended(4)
-    assert estimate.text() == "about 22 s left"  # 4 x 3 s + 10 s
-    assert [duration(s) for s in (99, 100, 3540, 4800)] == ["99 s", "2 min", "59 min", "1 h 20 min"]
 
 
 def test_the_marker_of_a_point_says_how_it_ended(tmp_path: Path) -> None:
