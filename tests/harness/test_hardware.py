@@ -45,7 +45,8 @@ def test_the_capture_says_machine_software_and_commit() -> None:
     import torch
 
     found = hardware.capture()
-    assert found["versions"]["torch"] == torch.__version__
+    # The package's metadata leave out the build (+cu130) that a wheel of the registry was made for.
+    assert torch.__version__.startswith(found["versions"]["torch"])
     assert found["versions"]["python"].startswith("3.")
     assert found["cpu"] and found["cpu_cores"] >= 1 and found["memory_bytes"] > 2**28
     assert found["fingerprint"] == hardware.fingerprint(found) == hardware.fingerprint()
