@@ -24,7 +24,8 @@ def _block_max(logits_ptr, value_ptr, index_ptr, stride, vocab, blocks, BLOCK: t
         logit.to(tl.float32), axis=0, return_indices=True, return_indices_tie_break_left=True
     )
     tl.store(value_ptr + row * blocks + block, value)
-    tl.store(index_ptr + row * blocks + block, block * BLOCK + index)
+    # Rows of NaN (padding may hold them) must not name a token past the vocabulary either.
+    tl.store(index_ptr + row * blocks + block, tl.minimum(block * BLOCK + index, vocab - 1))
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _block_race(
             score, axis=0, return_indices=True, return_indices_tie_break_left=True
         )
         tl.store(value_ptr + row * blocks + block, value)
-        tl.store(index_ptr + row * blocks + block, block * BLOCK + index)
+        tl.store(index_ptr + row * blocks + block, tl.minimum(block * BLOCK + index, vocab - 1))
 
 
 def sample_triton(

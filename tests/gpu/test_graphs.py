@@ -1,0 +1,145 @@
+"""CUDA graphs: the eager result bit for bit, padding and poison without effect, any batch size."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.comm.types import Phase
+from engine.graphs import bucket_sizes
+from engine.runner import Runner
+from tests.gpu.conftest import HEADS
+from tests.support.checkpoints import Checkpoints
+from tests.support.greedy import greedy_reference
+from tests.support.probe import Probe
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def sequences(count: int, length: int, vocab: int = 97) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
+
+
+@pytest.fixture
+def half(checkpoints: Checkpoints) -> Path:
+    return checkpoints(dtype="bfloat16", hidden_size=64, max_position=1024, **HEADS)
+
+
+@pytest.mark.parametrize("scope", ["off", "model"])
+def test_replay_equals_eager_on_the_same_padded_batch(
+    half: Path, scope: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Five sequences in a bucket of eight; the eager side runs what was captured, uncaptured."""
+    ids = sequences(5, 40)
+    options: dict[str, Any] = {"compile": scope, "cache_dir": str(tmp_path)}
+    replayed = Probe(half, enforce_eager=False, **options)
+    graph_logits = replayed.teacher_forced(ids, 30)
+    assert replayed.runner._graphs is not None and replayed.runner._graphs.mode.startswith("graph")
+    replayed.close()
+
+    def padded_eager(runner: Runner, plan: Any) -> torch.Tensor:
+        batch, rows = runner._buffers.fill(plan, 8)
+        runner._buffers.fetch_known(batch.input_ids, 8)
+        meta = torch.tensor([8, 1, 1024, 8], dtype=torch.int32)
+        batch.host_meta.copy_(meta)
+        found = runner._forward(batch, rows)
+        assert found is not None
+        return found[: plan.num_seqs]
+
+    eager = Probe(half, enforce_eager=True, **options)
+    launch = Runner.launch
+
+    def launch_padded(runner: Runner, plan: Any) -> torch.Tensor | None:
+        with torch.inference_mode():
+            if plan.phase is Phase.DECODE:
+                return padded_eager(runner, plan)
+            return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "launch", launch_padded)
+    eager_logits = eager.teacher_forced(ids, 30)
+    eager.close()
+    assert graph_logits is not None and eager_logits is not None
+    assert torch.equal(graph_logits, eager_logits)
+
+
+def test_poison_in_unnamed_pages_and_padding_changes_nothing(half: Path) -> None:
+    ids = sequences(5, 40)
+    clean = Probe(half, enforce_eager=False)
+    expected = clean.teacher_forced(ids, 30)
+    clean.close()
+    poisoned = Probe(half, enforce_eager=False)
+    for k, v in poisoned.runner.kv_cache.layers:
+        k.fill_(float("nan"))
+        v.fill_(float("nan"))
+    poisoned._kept["logits"].fill_(float("nan"))
+    found = poisoned.teacher_forced(ids, 30)
+    poisoned.close()
+    assert expected is not None and found is not None
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 17, 20, 33])
+def test_the_last_bucket_is_max_num_seqs(max_num_seqs: int) -> None:
+    sizes = bucket_sizes(max_num_seqs)
+    assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("batch", [1, 5, 16, 17, 20])
+def test_tokens_of_batches_off_the_buckets(checkpoints: Checkpoints, batch: int) -> None:
+    """float32 and SDPA, so that tokens must be those of transformers."""
+    path = checkpoints(**HEADS)
+    prompts = [ids[: 3 + i % 7] for i, ids in enumerate(sequences(batch, 10))]
+    with LLM(path, max_num_seqs=20, page_size=8, attention="sdpa", max_model_len=64) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert llm.effective["mode"] == "graph"
+        (steps,) = llm.drain_steps()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
+    decodes = steps[steps["phase"] == 1]
+    assert set(decodes["bucket"].tolist()) == {min(b for b in bucket_sizes(20) if b >= batch)}
+
+
+def test_preemption_and_warm_prefixes_under_graphs(checkpoints: Checkpoints) -> None:
+    path = checkpoints(**HEADS)
+    shared = sequences(1, 16)[0]
+    prompts = [shared + tail for tail in sequences(6, 5)]
+    options: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 64}
+    with LLM(path, num_pages=9, max_num_seqs=8, **options) as llm:
+        for _ in range(2):
+            for prompt, output in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+                assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
+        counters = llm.counters()
+    assert counters["preemptions"] > 0 and counters["cached_tokens"] > 0
+
+
+def test_seeded_tokens_are_those_of_eager(half: Path) -> None:
+    prompts = sequences(8, 12)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20) for i in range(8)]
+    found = []
+    for eager in (True, False):
+        with LLM(half, enforce_eager=eager, max_num_seqs=8, max_model_len=512) as llm:
+            found.append([o.token_ids for o in llm.generate(prompts, params)])
+    same = [a == b for a, b in zip(*found, strict=True)]
+    assert sum(same) >= 7  # bf16 kernels of padded and unpadded batches may part once
+
+
+def test_engines_return_their_memory(half: Path) -> None:
+    import gc
+
+    free = []
+    for _ in range(3):
+        with LLM(half, max_num_seqs=8, max_model_len=512, num_pages=512) as llm:
+            llm.generate(sequences(3, 9), GREEDY)
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert abs(free[2] - free[1]) < 50 << 20
