@@ -76,10 +76,7 @@ def test_poison_in_unnamed_pages_and_padding_changes_nothing(half: Path) -> None
     expected = clean.teacher_forced(ids, 30)
     clean.close()
     poisoned = Probe(half, enforce_eager=False)
-    for k, v in poisoned.runner.kv_cache.layers:
-        k.fill_(float("nan"))
-        v.fill_(float("nan"))
-    poisoned._kept["logits"].fill_(float("nan"))
+    poisoned.poison()
     found = poisoned.teacher_forced(ids, 30)
     poisoned.close()
     assert expected is not None and found is not None

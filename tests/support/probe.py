@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -42,16 +43,14 @@ class Probe:
                 kept["logits"][: len(logits)].copy_(logits)
             return logits
 
-        Qwen3ForCausalLM.compute_logits = keeping  # type: ignore[method-assign]
-        try:
+        self._patch = mock.patch.object(Qwen3ForCausalLM, "compute_logits", keeping)
+        with self._patch:
             self.runner = Runner(
                 self.config,
                 shape,
                 comm or SoloCommunicator(),
                 getattr(comm, "min_over_ranks", lambda n: n),
             )
-        finally:
-            self._restore = plain
         self._kept = kept
         self._steps = 0
         self._pages: dict[int, list[int]] = {}
@@ -93,7 +92,8 @@ class Probe:
             samples=np.ones(len(rows), np.bool_),
         )
         self._steps += 1
-        self.runner.collect(self.runner.launch(plan))
+        with self._patch:
+            self.runner.collect(self.runner.launch(plan))
         if "logits" not in self._kept:
             return None
         return self._kept["logits"][: len(rows)].float().clone()
@@ -111,6 +111,13 @@ class Probe:
             return None
         return torch.stack([f for f in found if f is not None], dim=1)
 
+    @torch.inference_mode()
+    def poison(self) -> None:
+        """NaN into every page, the dummy page included, and into the kept logits."""
+        for cache in self.runner.kv_cache.layers:
+            for tensor in cache:
+                tensor.fill_(float("nan"))
+        self._kept["logits"].fill_(float("nan"))
+
     def close(self) -> None:
-        Qwen3ForCausalLM.compute_logits = self._restore  # type: ignore[method-assign]
         self.runner.close()
