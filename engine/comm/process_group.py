@@ -23,7 +23,15 @@ class ProcessGroupCommunicator(Communicator):
         self.path = backend
         timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(store_path, world)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            # Connects NCCL now rather than at the first collective, and names the barrier's GPU.
+            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        )
 
     def _all_reduce(self, x: torch.Tensor) -> None:
         dist.all_reduce(x)
