@@ -46,16 +46,17 @@ class CompiledExecution(EagerExecution):
     from the embedding to the final norm.
 
     A region has two graphs: one whose token count is a symbol and one for a single token, since
-    torch specialises on 1. Every other size is constant in an engine and stays a constant in the
-    code, so the symbol is marked by hand while warming up: `dynamic=True` would make symbols of the
-    cache's sizes too, and tie them to the token count wherever the two happen to be equal.
+    torch specialises on 1. The number of pages is a symbol too, because it depends on the memory
+    that happens to be free, and a compile cache should not. Every other size stays a constant, so
+    symbols are marked by hand while warming up: `dynamic=True` would make symbols of all, and tie
+    any two that happen to be equal.
     Collectives and attention are opaque operators in both.
     """
 
-    warmup_sizes = (2, 1)
-
     def __init__(self, model: Qwen3ForCausalLM, kv_cache: KVCache, scope: str) -> None:
         super().__init__(model, kv_cache)
+        # A size that no marked dimension shares: equal symbols would be taken for one.
+        self.warmup_sizes = (2 if kv_cache.num_pages + 1 != 2 else 3, 1)
         self.mode = f"compiled-{scope}"
         regions = list(model.model.layers) if scope == "layer" else [model.model]
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
@@ -75,14 +76,16 @@ class CompiledExecution(EagerExecution):
 
 
 def _marked(compiled: Callable[..., Any], *args: Any) -> Any:
-    """Marks the leading dimension of each tensor argument that has one row a token, then calls."""
+    """Marks the leading dimension of what has a row a token and of the caches, then calls."""
     batch = next(a for a in args if isinstance(a, ForwardBatch))
     tokens = len(batch.slot_mapping)
-    tensors = [batch.input_ids, batch.positions, batch.slot_mapping]
-    tensors += [a for a in args if isinstance(a, torch.Tensor) and a.shape[0] == tokens]
-    if tokens > 1:
-        for tensor in tensors:
-            torch._dynamo.mark_dynamic(tensor, 0)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    caches = [pair for a in args if isinstance(a, KVCache) for pair in a.layers]
+    of_tokens = [batch.input_ids, batch.positions, batch.slot_mapping]
+    of_tokens += [t for t in tensors if t.shape[0] == tokens]
+    of_pages = [t for pair in caches for t in pair] + [t for t in tensors if t.ndim == 4]
+    for tensor in of_pages + (of_tokens if tokens > 1 else []):
+        torch._dynamo.mark_dynamic(tensor, 0)
     return compiled(*args)
 
 

@@ -15,7 +15,15 @@ from engine.comm.types import ObserverFactory
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.group import RankGroup
-from engine.messages import Attach, Counters, Detach, DrainSteps, Memory, ResetPrefixCache
+from engine.messages import (
+    Attach,
+    Captures,
+    Counters,
+    Detach,
+    DrainSteps,
+    Memory,
+    ResetPrefixCache,
+)
 from engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from engine.resolve import resolve
 from engine.shape import ModelShape
@@ -189,6 +197,12 @@ class LLM:
     def memory(self) -> list[dict[str, int | None]]:
         """Bytes by rank: weights_bytes, kv_bytes, graph_pool_bytes, peak_bytes."""
         return self._ranks.control(Memory())
+
+    def captures(self) -> list[tuple[int, float, int]]:
+        """(bucket, seconds, bytes) of each CUDA graph that rank 0 captured at start-up, in order;
+        bytes is what the device lost to it."""
+        captured: list[tuple[int, float, int]] = self._ranks.control(Captures())[0]
+        return captured
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix."""

@@ -52,6 +52,10 @@ class Memory: ...
 
 
 @dataclass(frozen=True, slots=True)
+class Captures: ...
+
+
+@dataclass(frozen=True, slots=True)
 class ResetPrefixCache: ...
 
 
@@ -59,7 +63,7 @@ class ResetPrefixCache: ...
 class Close: ...
 
 
-Control = Attach | Detach | DrainSteps | Counters | Memory | ResetPrefixCache
+Control = Attach | Detach | DrainSteps | Counters | Memory | Captures | ResetPrefixCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from engine.comm.types import CollectiveObserver, ObserverContext
 from engine.core import EngineCore
 from engine.messages import (
     Attach,
+    Captures,
     Control,
     Counters,
     Detach,
@@ -49,6 +50,8 @@ class Rank:
                 return own if self.core is None else {**own, **self.core.counters()}
             case Memory():
                 return self.runner.memory()  # bytes by name
+            case Captures():
+                return [(c.bucket, c.seconds, c.bytes) for c in self.runner.captures()]
             case ResetPrefixCache():
                 if self.core is not None:
                     self.core.reset_prefix_cache()

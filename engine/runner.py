@@ -20,13 +20,13 @@ from engine.buffers import BatchBuffers, SamplingRows
 from engine.comm.base import Communicator
 from engine.comm.types import Phase, Site, StepInfo
 from engine.config import ResolvedConfig
-from engine.errors import ConfigError
-from engine.graphs import Capture, DecodeGraphs, bucket_sizes
+from engine.graphs import Capture, DecodeGraphs
 from engine.kernels import triton_builds
 from engine.kv_cache import KVCache
 from engine.models.qwen import Qwen3ForCausalLM
 from engine.sampler import Sampler
 from engine.shape import ModelShape
+from engine.sizing import pages_that_fit
 from engine.step import StepPlan
 from engine.steplog import StepLog
 from engine.weights import load_weights
@@ -70,7 +70,10 @@ class Runner:
             self.device,
         )
         load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
-        num_pages = agree(config.num_pages or self._pages_that_fit(config))
+        num_pages = agree(
+            config.num_pages
+            or pages_that_fit(self.model, shape, config, self._new_buffers(config, dummy_page=0))
+        )
         self.config = replace(config, num_pages=num_pages)
         self.kv_cache = self._cache(self.config, num_pages)
         loaded = time.perf_counter()
@@ -227,45 +230,6 @@ class Runner:
             dummy_page=dummy_page,
             device=self.device,
         )
-
-    @torch.inference_mode()
-    def _pages_that_fit(self, config: ResolvedConfig) -> int:
-        """Pages that the GPU holds beside the weights and the largest step's activations.
-
-        Raises:
-            ConfigError: not one page fits.
-        """
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        tokens = config.max_num_batched_tokens
-        buffers = self._new_buffers(config, dummy_page=0)
-        kv_cache = self._cache(config, num_pages=0)  # the dummy page alone
-        torch.cuda.reset_peak_memory_stats(self.device)
-        batch, _ = buffers.fill(StepPlan.dummy(config, tokens, page=0))
-        hidden = self.model(batch, kv_cache)
-        self.model.compute_logits(hidden, batch)
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        del hidden, batch, kv_cache, buffers
-        torch.cuda.empty_cache()
-        itemsize = getattr(torch, config.dtype).itemsize
-        page = KVCache.bytes_per_page(self.shape, config.tp, config.page_size, itemsize)
-        budget = int(total * config.memory_utilization) - peak - self._graph_reserve(config)
-        pages = budget // page - 1
-        if pages < 1:
-            raise ConfigError(
-                f"memory_utilization={config.memory_utilization}: weights and activations take "
-                f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB and leave no room for a page; "
-                f"raise it, or lower max_num_batched_tokens"
-            )
-        return pages
-
-    def _graph_reserve(self, config: ResolvedConfig) -> int:
-        """Bytes kept free for CUDA graphs: 16 MiB a graph for what the driver keeps of its nodes,
-        and the largest bucket's logits, as they are gathered and as they are sampled in float32."""
-        if config.enforce_eager:
-            return 0
-        logits = config.max_num_seqs * self.shape.vocab_size * 8
-        return len(bucket_sizes(config.max_num_seqs)) * (16 << 20) + logits
 
     @torch.inference_mode()
     def _capture(self) -> DecodeGraphs:
