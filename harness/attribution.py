@@ -7,16 +7,15 @@ Everything is in microseconds, less the timer's floor, and nothing is clamped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.comm.types import Kind, Site
-from engine.shape import ModelShape
-from harness.records import PHASES, HostRecord
+from harness.records import PHASES, BacklogRecord, RankRecord
+from harness.step_times import StepTimes
 
 _LAYER_SITES = (Site.ATTN_O_PROJ, Site.MLP_DOWN_PROJ)
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 
 
 class AttributionError(RuntimeError):
@@ -32,28 +31,65 @@ class Joined:
         rows: [N] of rank 0, ordered by (step, ordinal); all ranks have its kind, site and bytes.
         step_index: [N] index into `steps` of each row's step.
         layer: [N] decoder layer, -1 outside the layers.
-        latency_us: [N, R] less floor_us of the rank.
+        pair_us: [N, R] as read.
+        latency_us: [N, R] pair_us less floor_us; NaN in spans and in starved steps.
         transfer_us: [N] all_reduce: minimum over ranks; NaN for rooted kinds (gather, broadcast).
         wait_us: [N, R] latency_us - transfer_us.
-        steps: [S] of rank 0; step_us: [S, R]; begin_ns: [S, R].
+        steps: [S] of rank 0; step_us: [S, R]; floor_us: [S, R].
+        span: [S] bool: launched without a backlog, so that its pairs hold the host's launch gaps.
+        starved: [S] bool: the backlog of some rank was too short.
     """
 
     rows: np.ndarray
     step_index: np.ndarray
     layer: np.ndarray
+    pair_us: np.ndarray
     latency_us: np.ndarray
     transfer_us: np.ndarray
     wait_us: np.ndarray
     steps: np.ndarray
     step_us: np.ndarray
-    begin_ns: np.ndarray
     floor_us: np.ndarray
     tick_us: np.ndarray
-    records: tuple[HostRecord, ...]
+    span: np.ndarray
+    starved: np.ndarray
+    records: tuple[RankRecord, ...]
 
     @property
     def world(self) -> int:
         return len(self.records)
+
+    @property
+    def source(self) -> str:
+        return self.records[0].source
+
+    @property
+    def replayed(self) -> np.ndarray:
+        """[S] bool."""
+        return _replayed(self.records[0], self.steps)
+
+    def only(self, steps: np.ndarray) -> Joined:
+        """The steps of a mask [S] alone, with their collectives."""
+        rows = steps[self.step_index]
+        return replace(
+            self,
+            rows=self.rows[rows],
+            step_index=(np.cumsum(steps) - 1)[self.step_index[rows]],
+            layer=self.layer[rows],
+            pair_us=self.pair_us[rows],
+            latency_us=self.latency_us[rows],
+            transfer_us=self.transfer_us[rows],
+            wait_us=self.wait_us[rows],
+            steps=self.steps[steps],
+            step_us=self.step_us[steps],
+            floor_us=self.floor_us[steps],
+            span=self.span[steps],
+            starved=self.starved[steps],
+        )
+
+    def timed(self) -> Joined:
+        """The steps whose collectives have a latency."""
+        return self.only(~self.span & ~self.starved)
 
     def is_kind(self, kind: Kind) -> np.ndarray:
         """[N] bool."""
@@ -64,8 +100,14 @@ class Joined:
         return self.steps["phase"][self.step_index]
 
 
-def join(records: Sequence[HostRecord]) -> Joined:
+def join(
+    records: Sequence[RankRecord], *, spans: str = "none", backlogs: Sequence[BacklogRecord] = ()
+) -> Joined:
     """Joins the ranks' records, in whatever order the rows and ranks come.
+
+    Args:
+        spans: which steps' pairs are spans: none, launched (those that are no replays) or all.
+        backlogs: of the ranks; a step that starved on one of them is starved.
 
     Raises:
         AttributionError: a rank is missing or lacks a row, or kind, site, bytes, dtype, or the
@@ -91,24 +133,43 @@ def join(records: Sequence[HostRecord]) -> Joined:
             f"step {first['step']}, ordinal {first['ordinal']}: a collective of a step that was "
             "not recorded"
         )
-    floor_us = np.array([r.floor_ns / 1e3 for r in ranks])
-    latency = np.stack([(r["after_ns"] - r["before_ns"]) / 1e3 for r in rows], axis=1) - floor_us
+    replayed = _replayed(ranks[0], steps[0])
+    span = {"none": replayed & False, "launched": ~replayed, "all": replayed | True}[spans]
+    starved = np.isin(
+        steps[0]["step"], np.concatenate([np.zeros(0), *(b.steps[b.starved] for b in backlogs)])
+    )
+    floor_us = np.stack([_floor_us(r, replayed) for r in ranks], axis=1)
+    pair = np.stack([(r["after_ns"] - r["before_ns"]) / 1e3 for r in rows], axis=1)
+    without = (span | starved)[step_index]
+    latency = np.where(without[:, None], np.nan, pair - floor_us[step_index])
     rooted = rows[0]["kind"] != Kind.ALL_REDUCE
     transfer = np.where(rooted, np.nan, latency.min(axis=1, initial=np.inf))
     return Joined(
         rows=rows[0],
         step_index=step_index,
         layer=_layers(rows[0]),
+        pair_us=pair,
         latency_us=latency,
         transfer_us=transfer,
         wait_us=latency - transfer[:, None],
         steps=steps[0],
         step_us=np.stack([(s["end_ns"] - s["begin_ns"]) / 1e3 for s in steps], axis=1),
-        begin_ns=np.stack([s["begin_ns"] for s in steps], axis=1),
         floor_us=floor_us,
         tick_us=np.array([r.tick_ns / 1e3 for r in ranks]),
+        span=span,
+        starved=starved,
         records=ranks,
     )
+
+
+def _replayed(record: RankRecord, steps: np.ndarray) -> np.ndarray:
+    graphs = np.array([*(name.startswith("graph") for name in record.modes), False])
+    return graphs[np.minimum(steps["mode"], len(record.modes))]
+
+
+def _floor_us(record: RankRecord, replayed: np.ndarray) -> np.ndarray:
+    inside = record.floor_ns if record.graph_floor_ns is None else record.graph_floor_ns
+    return np.where(replayed, inside, record.floor_ns) / 1e3
 
 
 def _check_steps(rank: int, first: np.ndarray, other: np.ndarray) -> None:
@@ -129,7 +190,7 @@ def _check_steps(rank: int, first: np.ndarray, other: np.ndarray) -> None:
 
 
 def _check_rows(
-    rank: int, ranks: Sequence[HostRecord], first: np.ndarray, other: np.ndarray
+    rank: int, ranks: Sequence[RankRecord], first: np.ndarray, other: np.ndarray
 ) -> None:
     keys = [
         list(zip(r["step"].tolist(), r["ordinal"].tolist(), strict=True)) for r in (first, other)
@@ -172,63 +233,6 @@ def _layers(rows: np.ndarray) -> np.ndarray:
     return np.where(in_layer, (before - base) // 2, -1)
 
 
-def expected_bytes(joined: Joined, shape: ModelShape) -> np.ndarray:
-    """[N] payload that the model's shape asks for, -1 where it does not say (token ids).
-
-    all_reduce: rows of the forward x hidden size; gather: sampling rows x vocabulary, padded to a
-    multiple of the ranks.
-    """
-    names = joined.records[0].dtypes
-    item = np.array([_ITEM_BYTES.get(name, 0) for name in names] or [0])[joined.rows["dtype"]]
-    step = joined.steps[joined.step_index]
-    vocab = -(-shape.vocab_size // joined.world) * joined.world
-    reduce_bytes = step["bucket"].astype(np.int64) * shape.hidden_size * item
-    gather_bytes = step["samples"].astype(np.int64) * vocab * item
-    found = np.where(joined.is_kind(Kind.ALL_REDUCE), reduce_bytes, -1)
-    return np.where(joined.is_kind(Kind.GATHER), gather_bytes, found)
-
-
-def check_expected(joined: Joined, shape: ModelShape) -> None:
-    """Compares every step with the sequence of collectives that the model must issue, and the
-    all-reduces' bytes; one broadcast of token ids is allowed in a step and counted apart.
-
-    Raises:
-        AttributionError: the first step that differs, with both counts or both sizes.
-    """
-    groups: dict[int, list[tuple[int, int]]] = {int(s): [] for s in joined.steps["step"]}
-    for row in joined.rows:
-        groups[int(row["step"])].append((int(row["kind"]), int(row["site"])))
-    token_ids = (int(Kind.BROADCAST), int(Site.TOKEN_IDS))
-    for step in joined.steps:
-        found = groups[int(step["step"])]
-        model = [pair for pair in found if pair != token_ids]
-        wanted = [
-            tuple(map(int, p))
-            for p in shape.expected_collectives(joined.world, step["samples"] > 0)
-        ]
-        if model != wanted or len(found) - len(model) > (1 if joined.world > 1 else 0):
-            raise AttributionError(
-                f"step {step['step']} ({PHASES[step['phase']]}): {_counts(found)}; a model of "
-                f"{shape.num_layers} layers at tp={joined.world} has {_counts(wanted)}"
-            )
-    wanted_bytes = expected_bytes(joined, shape)
-    wrong = joined.is_kind(Kind.ALL_REDUCE) & (joined.rows["bytes"] != wanted_bytes)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        row = joined.rows[at]
-        raise AttributionError(
-            f"step {row['step']}, ordinal {row['ordinal']}: an all_reduce of {row['bytes']} bytes, "
-            f"the step's rows and the model's width make {wanted_bytes[at]}"
-        )
-
-
-def _counts(pairs: Sequence[tuple[int, ...]]) -> str:
-    if not pairs:
-        return "no collectives"
-    names = [f"{Kind(k).label}/{Site(s).label}" for k, s in pairs]
-    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
-
-
 def bandwidth(joined: Joined) -> tuple[np.ndarray, np.ndarray]:
     """([N] algbw, [N] busbw) in GB/s; NaN where the time is not above zero.
 
@@ -245,13 +249,11 @@ def bandwidth(joined: Joined) -> tuple[np.ndarray, np.ndarray]:
     return algbw, algbw * factor
 
 
-def shares(
-    joined: Joined, clean: Sequence[np.ndarray], phase: int | None
-) -> dict[str, np.ndarray] | None:
+def shares(joined: Joined, clean: StepTimes, phase: int | None) -> dict[str, np.ndarray] | None:
     """Shares of communication in the clean step time, per rank.
 
     Args:
-        clean: one array a rank of the plain pass' steps (fields phase, begin_ns, end_ns).
+        clean: steps of a pass without instruments on collectives.
         phase: of the steps to look at; None: all, each phase weighed by its own clean mean.
 
     Returns:
@@ -262,12 +264,12 @@ def shares(
     total = np.zeros(joined.world)
     for code in range(len(PHASES)) if phase is None else (phase,):
         count = int((joined.steps["phase"] == code).sum())
-        times = [s[s["phase"] == code] for s in clean]
+        times = clean.of(code)
         if count == 0:
             continue
-        if any(len(t) == 0 for t in times):
+        if len(times) == 0:
             return None
-        total += [count * float((t["end_ns"] - t["begin_ns"]).mean()) / 1e3 for t in times]
+        total += count * times.mean(axis=0)
     if not total.all():
         return None
     chosen = np.ones(len(joined.rows), bool) if phase is None else joined.phases() == phase

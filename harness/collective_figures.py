@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,31 +11,33 @@ from engine.shape import ModelShape
 from harness.attribution import Joined, bandwidth, shares
 from harness.figure_rows import FigureRows
 from harness.records import PHASES
-from harness.window import Window
+from harness.step_times import StepTimes
 
 SIZES = 16
 """Message sizes of one (phase, kind, site) that get figures of their own, the most frequent ones; a
 trace has hundreds, all of which stand in the table of collectives."""
 
 SOLO = "tp=1 has no collectives"
+NO_STEP = "no such step in one of the passes"
+NO_CLEAN = "no clean step time on this device without the step pass"
 
 
 def instrumented_figures(
-    rows: FigureRows, joined: Joined, clean: Sequence[Window], shape: ModelShape, pass_name: str
+    rows: FigureRows, joined: Joined, clean: StepTimes | None, shape: ModelShape, pass_name: str
 ) -> None:
-    """Everything that the joined records and the plain pass' clean steps give."""
+    """Everything that the joined records and the clean steps give. Steps that starved, and spans,
+    are not looked at."""
+    joined = joined.timed()
     _counts(rows, joined, shape, pass_name)
-    for record, floor, tick in zip(joined.records, joined.floor_us, joined.tick_us, strict=True):
-        where: dict[str, Any] = {"pass_name": pass_name, "ranks": str(record.rank)}
-        rows.add("floor_us", float(floor), n=1, **where)
+    for record, tick in zip(joined.records, joined.tick_us, strict=True):
+        where = _where(joined, pass_name, ranks=str(record.rank))
+        floor = joined.floor_us[:1, record.rank]
+        reason = None if len(floor) else "no step was timed"
+        rows.add("floor_us", float(floor[0]) if len(floor) else None, n=1, reason=reason, **where)
         rows.add("tick_us", float(tick), n=1, **where)
     _latencies(rows, joined, pass_name)
     _per_step(rows, joined, pass_name)
     _shares(rows, joined, clean, pass_name)
-    _instrument_cost(rows, joined, clean, pass_name)
-    rows.add(
-        "launch_gap_us", None, n=0, pass_name=pass_name, reason="needs the profiler pass"
-    )  # fmt: skip
 
 
 def without_records(rows: FigureRows, pass_name: str) -> None:
@@ -44,8 +45,12 @@ def without_records(rows: FigureRows, pass_name: str) -> None:
     reason = "collectives were not timed (instrument)"
     for name in ("latency_us", "transfer_us", "wait_us"):
         rows.summarise(name, [], pass_name=pass_name, reason=reason)
-    for name in ("comm_share", "transfer_share", "wait_share", "launch_gap_us"):
+    for name in ("comm_share", "transfer_share", "wait_share"):
         rows.add(name, None, n=0, pass_name=pass_name, reason=reason)
+
+
+def _where(joined: Joined, pass_name: str, **more: Any) -> dict[str, Any]:
+    return {"pass_name": pass_name, "source": joined.source, **more}
 
 
 def per_step(joined: Joined, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -77,19 +82,13 @@ def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:
     rows.add("below_floor", below, n=joined.latency_us.size, pass_name=pass_name, source="count")
     if joined.world == 1:
         for name in ("latency_us", "transfer_us", "wait_us"):
-            rows.summarise(name, [], pass_name=pass_name, reason=SOLO)
+            rows.summarise(name, [], reason=SOLO, **_where(joined, pass_name))
         return
     tick = float(joined.tick_us.max())
     algbw, busbw = bandwidth(joined)
-    for key, chosen in _groups(joined):
-        phase, kind, site, size = key
-        where: dict[str, Any] = {
-            "pass_name": pass_name,
-            "phase": PHASES[phase],
-            "kind": Kind(kind).label,
-            "site": Site(site).label,
-            "bytes": size,
-        }
+    for key, chosen in groups(joined):
+        kind = key[1]
+        where = _where(joined, pass_name, **labels(key))
         latency, wait = joined.latency_us[chosen], joined.wait_us[chosen]
         rooted = None if kind == Kind.ALL_REDUCE else "rooted"
         for ranks, of in (("min", np.min), ("max", np.max)):
@@ -104,7 +103,18 @@ def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:
             rows.summarise(name, usable, reason=reason, **where)
 
 
-def _groups(joined: Joined) -> list[tuple[tuple[int, int, int, int], np.ndarray]]:
+def labels(key: tuple[int, int, int, int]) -> dict[str, Any]:
+    """(phase, kind, site, bytes) as the metrics table names them."""
+    phase, kind, site, size = key
+    return {
+        "phase": PHASES[phase],
+        "kind": Kind(kind).label,
+        "site": Site(site).label,
+        "bytes": size,
+    }
+
+
+def groups(joined: Joined) -> list[tuple[tuple[int, int, int, int], np.ndarray]]:
     """((phase, kind, site, bytes), indices), at most SIZES sizes for each of the first three."""
     columns = [joined.phases(), joined.rows["kind"], joined.rows["site"], joined.rows["bytes"]]
     table = np.stack([c.astype(np.int64) for c in columns], axis=1)
@@ -132,25 +142,21 @@ def _per_step(rows: FigureRows, joined: Joined, pass_name: str) -> None:
         )
         if reason is not None:
             steps = np.zeros_like(steps)
-        where: dict[str, Any] = {"pass_name": pass_name, "phase": phase, "reason": reason}
+        where = _where(joined, pass_name, phase=phase, reason=reason)
         rows.summarise("transfer_us_per_step", transfer[steps], **where)
         rows.summarise("wait_us_per_step", wait[steps].min(axis=1), ranks="min", **where)
         rows.summarise("wait_us_per_step", wait[steps].max(axis=1), ranks="max", **where)
 
 
-def _shares(rows: FigureRows, joined: Joined, clean: Sequence[Window], pass_name: str) -> None:
-    logs = [np.concatenate([w.steps[r] for w in clean]) for r in range(joined.world)]
+def _shares(rows: FigureRows, joined: Joined, clean: StepTimes | None, pass_name: str) -> None:
     for phase in (None, *range(len(PHASES))):
         chosen = np.ones(len(joined.rows), bool) if phase is None else joined.phases() == phase
-        where: dict[str, Any] = {
-            "pass_name": pass_name,
-            "phase": None if phase is None else PHASES[phase],
-        }
+        where = _where(joined, pass_name, phase=None if phase is None else PHASES[phase])
         n = int(chosen.sum())
-        found = shares(joined, logs, phase)
+        found = None if clean is None else shares(joined, clean, phase)
         for name in ("comm_share", "transfer_share", "wait_share"):
             if found is None:
-                reason = "no such step in one of the passes"
+                reason = NO_STEP if clean is not None else NO_CLEAN
                 rows.add(name, None, n=n, reason=reason, **where)
                 continue
             per_rank = found[name]
@@ -160,19 +166,21 @@ def _shares(rows: FigureRows, joined: Joined, clean: Sequence[Window], pass_name
             rows.add(name, float(per_rank.max()), n=n, ranks="max", **where)
 
 
-def _instrument_cost(
-    rows: FigureRows, joined: Joined, clean: Sequence[Window], pass_name: str
+def instrument_cost(
+    rows: FigureRows, joined: Joined, clean: StepTimes | None, pass_name: str
 ) -> None:
-    """Medians of the slowest rank's step, with and without the instruments."""
+    """What the instruments of a pass add to a step: medians of the slowest rank's step with and
+    without them."""
     counts = per_step(joined, np.ones(len(joined.rows)), np.ones(len(joined.rows), bool))
     for code, phase in enumerate(PHASES):
         steps = joined.steps["phase"] == code
-        plain = np.concatenate([w.step_us(code) for w in clean]).max(axis=1)
-        where: dict[str, Any] = {"pass_name": pass_name, "phase": phase}
+        plain = np.zeros(0) if clean is None else clean.of(code).max(axis=1, initial=-np.inf)
+        where = _where(joined, pass_name, phase=phase)
         n = int(steps.sum())
         if n == 0 or len(plain) == 0:
+            reason = NO_STEP if clean is not None else NO_CLEAN
             for name in ("instrument_us", "instrument_share"):
-                rows.add(name, None, n=n, reason="no such step in one of the passes", **where)
+                rows.add(name, None, n=n, reason=reason, **where)
             continue
         base = float(np.median(plain))
         extra = float(np.median(joined.step_us[steps].max(axis=1))) - base

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.errors import ConfigError
+from harness import ceilings
 from harness.config import AXES, SettingsError
 from harness.execute import Execution
 from harness.fingerprint import surroundings
@@ -105,6 +106,10 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
         execution = Execution(run, functions or Functions(), write_status, cache_root() / "compile")
         with execution.reporter() as reporter:
             reporter.say(_announcement(run, execution))
+            if any(point.skip is None and point.cfg["device"] == "cuda" for point in plan.points):
+                missing = ceilings.ensure(cfg)
+                if missing is not None:
+                    reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
             try:
                 complete = execution.go(reporter)
             except KeyboardInterrupt:

@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "model.load_format": ("auto", "dummy"),
     "workload.kind": ("decode", "prefill", "nano_vllm", "trace"),
-    "timing": ("stamps", "events", "host"),
+    "timing": ("auto", "stamps", "events", "host"),
     "cache": ("cold", "warm"),
 }
 AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
@@ -84,6 +84,9 @@ class MeasureConfig:
     n_process: int = 1  # fresh engines that measure the same point
     point_timeout_s: float = 600.0  # seconds after which a point ends as timeout
     startup_timeout_s: float = 900.0  # seconds that an engine may take to start
+    backlog_us: float = 20_000.0  # backlog pass: the GPU spins so long before each step, so that
+    # the host runs ahead of it; doubled where it was too short
+    backlog_layers: int | None = None  # decoder layers behind one spin; null: 8 eager, 24 compiled
 
 
 @dataclass
@@ -93,6 +96,7 @@ class InstrumentConfig:
     collectives: bool = False  # a row for every collective on every rank
     nvtx: bool = False  # NVTX ranges for a profiler
     counts: bool = False  # collectives counted by kind and site, compared with the expected number
+    profiler: bool = False  # a pass with torch.profiler over 12 decode steps (GPU, tp above 1)
 
 
 @dataclass
@@ -117,7 +121,8 @@ class BenchConfig:
     engine: EngineSection = field(default_factory=EngineSection)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     instrument: InstrumentConfig = field(default_factory=InstrumentConfig)
-    timing: str = "host"  # what times a collective: stamps or events on a GPU, host anywhere
+    timing: str = "auto"  # what times a collective: stamps (timestamp kernels) or events on a GPU,
+    # the host's clock on a CPU; auto: stamps or host. Events in a graph disturb what they measure
     cache: str = "cold"  # compile caches: cold (a fresh folder per engine), warm (kept)
     fail_fast: bool = False  # true: stop after the first point that fails
     resume: str = "auto"  # auto (newest unfinished run of the same plan), never, or a run folder
@@ -227,7 +232,7 @@ def _ranges(cfg: dict[str, Any]) -> None:
             "workload.num_requests", "workload.max_tokens_cap", "workload.prompt_cap",
             "engine.max_model_len", "engine.max_num_seqs", "engine.max_num_batched_tokens",
             "engine.num_pages", "engine.threads_per_rank", "measure.min_repeats",
-            "measure.n_process"),
+            "measure.n_process", "measure.backlog_layers"),
         0: ("workload.temperature", "workload.seed", "engine.seed", "measure.warmup"),
     }  # fmt: skip
     for limit, names in at_least.items():
@@ -235,7 +240,7 @@ def _ranges(cfg: dict[str, Any]) -> None:
             value = _get(cfg, name)
             if value is not None and not value >= limit:
                 raise SettingsError(f"{name}={value}: give at least {limit}")
-    for name in ("rel_noise", "wall_limit_s", "point_timeout_s", "startup_timeout_s"):
+    for name in ("rel_noise", "wall_limit_s", "point_timeout_s", "startup_timeout_s", "backlog_us"):
         value = cfg["measure"][name]
         if not value > 0:
             raise SettingsError(f"measure.{name}={value}: give a value above 0")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness import roofline
 from harness.figure_rows import FigureRows
-from harness.window import DECODE, Window
+from harness.step_times import StepTimes
+from harness.window import DECODE
 
 if TYPE_CHECKING:
     from harness.backends.base import Backend
 
+CEILING_DTYPE = "bfloat16"
 _VARIES = "the lengths of a decode step vary in this workload"
 
 
 def cost_figures(
     rows: FigureRows,
-    windows: Sequence[Window],
+    clean: StepTimes | None,
     cfg: Mapping[str, Any],
     backend: Backend,
     ceilings: roofline.Ceilings | None = None,
@@ -49,9 +51,18 @@ def cost_figures(
         costs = dict(zip(costs, values, strict=True))
     for name, value in costs.items():
         rows.add(name, value, n=int(value is not None), reason=reason, **where)
-    times = np.concatenate([w.step_us(DECODE) for w in windows]).max(axis=1)
+    times = np.zeros(0) if clean is None else clean.of(DECODE).max(axis=1)
     mbu = mfu = None
-    if cost is not None and len(times):
+    if clean is None and reason is None:
+        reason = "no device time of a step without the step pass"
+    elif cost is not None and len(times):
         mbu, mfu, reason = roofline.utilisation(cost, float(times.mean()), cfg["tp"], ceilings)
-    for name, value in (("mbu", mbu), ("mfu", mfu)):
-        rows.add(name, value, n=len(times), reason=reason, **where)
+    elif reason is None:
+        reason = "no pure decode step"
+    why = reason
+    if mfu is not None and effective["dtype"] != CEILING_DTYPE:
+        mfu, why = None, f"the matmul rate was measured in {CEILING_DTYPE}"
+    if clean is not None:
+        where |= {"pass_name": clean.pass_name, "source": clean.source}
+    rows.add("mbu", mbu, n=len(times), reason=reason, **where)
+    rows.add("mfu", mfu, n=len(times), reason=why, **where)

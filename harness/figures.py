@@ -25,7 +25,7 @@ queue             s    arrival to the first step that held the request
 tpot              s    (last - first token) / (tokens - 1) of a request
 itl               s    gap between consecutive tokens of a request
 e2e               s    arrival to last token
-step_us           us   forward and sampling of a step; ranks reduced first (min, max)
+step_us           us   a clean step (GPU: its device time, by the step pass); ranks reduced first
 step_host_us      us   a step from plan to collect on rank 0
 between_steps_us  us   end of one step to begin of the next on rank 0, idle time included
 padding           1    rows that a graph bucket added / bucket size
@@ -42,10 +42,15 @@ transfer_us_per_step us  sum over the all-reduces of a step
 wait_us_per_step  us   sum over the all-reduces of a step, of one rank; ranks reduced first
 algbw_GBps        GB/s bytes / transfer_us; rooted kinds: bytes / latency_us at the root
 busbw_GBps        GB/s algbw x 2(n-1)/n all_reduce, (n-1)/n gather, 1 broadcast
-comm_share        1    sum of latency_us / clean time of as many steps of the plain pass
+comm_share        1    sum of latency_us / time of as many clean steps (GPU: of the step pass)
 transfer_share    1    sum of transfer_us / the same time
 wait_share        1    sum of wait_us / the same time
-floor_us          us   what the timer reads round nothing, median; already taken off
+span_us           us   one collective of an eager step without a backlog, launch gaps included
+kernel_us         us   one collective's kernel as CUPTI timed it, waiting included; profiler pass
+stamp_vs_cupti_us us   median latency_us - median kernel_us of a site, of one rank
+starved_steps     1    steps left out because the host was not ahead of the GPU
+transfer_bias_us  us   by how much the minimum over ranks of whole ticks is too small
+floor_us          us   what the timer reads round nothing (GPU: a tiny kernel); already taken off
 tick_us           us   smallest step of the timer; no percentile below two ticks is given
 below_floor       1    collectives whose latency_us is below zero
 instrument_us     us   (instrumented - clean step) / collectives of the step, medians

@@ -129,7 +129,7 @@ def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:
 
 
 def _timing(cfg: dict[str, Any], machine: Machine) -> str | None:
-    if cfg["timing"] == "host":
+    if cfg["timing"] in ("auto", "host"):
         return None
     return _no_gpu(f"timing={cfg['timing']} needs", cfg, machine)
 

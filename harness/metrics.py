@@ -8,16 +8,26 @@ import numpy as np
 
 from harness.figure_rows import FigureRows
 from harness.records import PHASES
+from harness.step_times import StepTimes
 from harness.window import DECODE, PREFILL, Window
 
 PASS = "plain"
 _NO_STEP = "no such step in the window"
 
 
-def plain_figures(rows: FigureRows, windows: Sequence[Window], *, tp: int, device: str) -> None:
-    """Everything that the plain pass gives, per repeat and over all repeats."""
+def plain_figures(
+    rows: FigureRows,
+    windows: Sequence[Window],
+    *,
+    tp: int,
+    device: str,
+    clean: StepTimes | None,
+) -> None:
+    """Everything that the plain pass gives, per repeat and over all repeats; of `clean`, the times
+    of steps (on a GPU the step pass gives them, in the plain one the host only enqueues)."""
     _rates(rows, windows, tp, device)
     _requests(rows, windows)
+    _step_times(rows, clean)
     _steps(rows, windows)
     for name in ("preemptions", "cached_tokens"):
         for window in windows:
@@ -91,14 +101,23 @@ def _requests(rows: FigureRows, windows: Sequence[Window]) -> None:
         rows.summarise(name, found, pass_name=PASS, reason=reason)
 
 
+def _step_times(rows: FigureRows, clean: StepTimes | None) -> None:
+    for code, phase in enumerate(PHASES):
+        if clean is None:
+            reason = "on a GPU it needs the step pass (instrument collectives)"
+            rows.summarise("step_us", [], pass_name=PASS, phase=phase, reason=reason)
+            continue
+        times = clean.of(code)
+        missing = None if len(times) else _NO_STEP
+        for ranks, values in (("min", times.min(axis=1)), ("max", times.max(axis=1))):
+            rows.summarise(
+                "step_us", values, pass_name=clean.pass_name, source=clean.source, phase=phase,
+                ranks=ranks, reason=missing,
+            )  # fmt: skip
+
+
 def _steps(rows: FigureRows, windows: Sequence[Window]) -> None:
     for code, phase in enumerate(PHASES):
-        times = np.concatenate([window.step_us(code) for window in windows])
-        for ranks, values in (("min", times.min(axis=1)), ("max", times.max(axis=1))):
-            reason = None if len(values) else _NO_STEP
-            rows.summarise(
-                "step_us", values, pass_name=PASS, phase=phase, ranks=ranks, reason=reason
-            )
         logs = [window.steps[0][window.steps[0]["phase"] == code] for window in windows]
         log = np.concatenate(logs)
         host = (log["wall_end_ns"] - log["wall_begin_ns"]) / 1e3

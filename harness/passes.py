@@ -1,14 +1,20 @@
-"""The passes of one point: warm-up, plain repeats until they are steady, one with instruments."""
+"""The passes of one point: warm-up, plain repeats until they are steady, those with instruments."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from harness import pass_plan
 from harness.effective import differences
-from harness.records import CountRecord, HostRecord
+from harness.pass_plan import TimedPass
+from harness.records import CountRecord, RankRecord
 from harness.stats import relative_noise
+from harness.step_times import StepTimes
 from harness.window import MeasurementError, Window, check_outputs, serve
 
 if TYPE_CHECKING:
@@ -20,15 +26,28 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 """Called with a few words whenever something begins."""
 
-INSTRUMENTED = "host"
+
+@dataclass(slots=True)
+class Timed:
+    """A pass with instruments.
+
+    Attributes:
+        joined: the ranks' records of the window, None where nothing was timed.
+        results: [rank][instrument] of what else the observers handed over.
+    """
+
+    name: str
+    window: Window
+    joined: Joined | None
+    results: list[dict[str, Any]]
 
 
 class Passes:
     """What has been measured of one point so far.
 
     Attributes:
-        plain: the repeats, nothing attached; instrumented: the one with observers.
-        joined: the ranks' records of it, None where collectives were not timed.
+        plain: the repeats, nothing attached; timed: the passes with observers, in order.
+        kernels: the profiler pass, joined.
         notes: what a reader must know; stop_reason: why the repeats ended.
     """
 
@@ -36,14 +55,36 @@ class Passes:
         self.backend, self.point, self.cfg = backend, point, point.cfg
         self.progress = progress
         self.plain: list[Window] = []
-        self.instrumented: Window | None = None
-        self.joined: Joined | None = None
+        self.timed: list[Timed] = []
+        self.kernels: Joined | None = None
         self.notes: list[str] = []
         self.stop_reason: str | None = None
 
     @property
     def windows(self) -> list[Window]:
-        return self.plain + ([self.instrumented] if self.instrumented is not None else [])
+        return self.plain + [timed.window for timed in self.timed]
+
+    def joined(self, *names: str) -> tuple[str, Joined] | None:
+        """The first of the named passes that has joined records."""
+        for timed in self.timed:
+            if timed.name in names and timed.joined is not None:
+                return timed.name, timed.joined
+        return None
+
+    @property
+    def latency(self) -> tuple[str, Joined] | None:
+        """The pass whose pairs are latencies; with one rank on a GPU, the step pass shows that
+        there are no collectives."""
+        solo = (pass_plan.STEP,) if self.backend.effective.get("tp") == 1 else ()
+        return self.joined(*pass_plan.LATENCY, *solo)
+
+    @property
+    def clean(self) -> StepTimes | None:
+        """Clean step times; None on a GPU without the step pass, where the host only enqueues."""
+        if self.backend.effective.get("device") != "cuda":
+            return StepTimes.of_windows(self.plain)
+        found = self.joined(pass_plan.STEP)
+        return None if found is None else StepTimes.of_joined(found[1], pass_plan.STEP)
 
     def run(self) -> tuple[str, str | None]:
         """-> (status, reason); raises where there is nothing to report but the failure."""
@@ -99,49 +140,71 @@ class Passes:
                 return
 
     def _instrument(self, asked: Workload) -> None:
-        """One more repeat with observers attached, a pass of its own whose speed counts nowhere."""
-        from harness import attribution, observers
+        """One more repeat for each pass with observers; their speed counts nowhere."""
+        planned, notes = pass_plan.plan(self.cfg, self.backend.effective)
+        self.notes += notes
+        for spec in planned:
+            self._pass(asked, spec)
+        self._match_kernels()
 
-        wanted = self._usable_instruments()
-        if not wanted:
-            return
-        self.progress(f"with instruments: {', '.join(wanted)}")
-        factories = observers.factories(wanted)
-        self.backend.attach(list(factories.values()))
+    def _pass(self, asked: Workload, spec: TimedPass) -> None:
+        from harness import attribution, expected
+
+        self.progress(f"pass {spec.name}: {', '.join(spec.factories)}")
+        self.backend.attach(list(spec.factories.values()))
         try:
-            window = self._serve(asked, INSTRUMENTED, 0)
+            if spec.warm:
+                self._serve(asked, spec.name, 1)
+            window = self._serve(asked, spec.name, 0)
         finally:
             results = self.backend.detach()
-        self.instrumented = window
+        of_rank = [dict(zip(spec.factories, rank, strict=True)) for rank in results]
+        timed = Timed(spec.name, window, None, of_rank)
+        self.timed.append(timed)  # evidence, even if what follows raises
         check_outputs(window)
-        of_rank = [dict(zip(factories, rank, strict=True)) for rank in results]
-        if "counts" in factories and "collectives" in factories:
+        if "collectives" not in spec.factories:
+            return
+        if spec.warm:  # the records begin with the warm-up
+            numbers = window.steps[0]["step"]
+            for rank in of_rank:
+                rank["collectives"] = rank["collectives"].of_steps(numbers)
+        if "counts" in spec.factories:
             _check_counts([(r["counts"], r["collectives"]) for r in of_rank])
-        if "collectives" in factories:
-            self.joined = attribution.join([r["collectives"] for r in of_rank])
-            attribution.check_expected(self.joined, self.backend.shape)
+        timed.joined = attribution.join(
+            [r["collectives"] for r in of_rank],
+            spans=spec.spans,
+            backlogs=[r["backlog"] for r in of_rank if "backlog" in r],
+        )
+        if spec.name != pass_plan.STEP:
+            expected.check_expected(timed.joined, self.backend.shape)
+        self._starved(timed)
 
-    def _usable_instruments(self) -> list[str]:
-        from harness import observers
+    def _starved(self, timed: Timed) -> None:
+        assert timed.joined is not None
+        if not timed.joined.starved.any():
+            return
+        spin = max(rank["backlog"].spin_us for rank in timed.results)
+        self.notes.append(
+            f"{timed.name} pass: {int(timed.joined.starved.sum())} of {len(timed.joined.steps)} "
+            f"steps starved (the host was not ahead of the GPU), left out; the backlog had grown "
+            f"to {spin:.0f} us"
+        )
 
-        wanted = list(self.cfg["instrument"])
-        missing = observers.nvtx_missing() if "nvtx" in wanted else None
-        if missing:
-            wanted.remove("nvtx")
-            self.notes.append(f"instrument nvtx left out: {missing}")
-        if "collectives" in wanted:
-            if self.cfg["timing"] != "host":
-                raise MeasurementError(
-                    f"timing={self.cfg['timing']}: this version times by the host's clock only; "
-                    "set timing=host"
-                )
-            if self.backend.effective.get("device") == "cuda":
-                wanted.remove("collectives")
-                self.notes.append(
-                    "instrument collectives left out: on a GPU the host's clock times the launch, "
-                    "not the collective"
-                )
-        return wanted
+    def _match_kernels(self) -> None:
+        from harness import profile
+
+        found = [timed for timed in self.timed if timed.name == pass_plan.PROFILER]
+        if not found:
+            return
+        pattern = self.joined(pass_plan.GRAPH, pass_plan.BACKLOG, pass_plan.SPAN)
+        if pattern is None:
+            self.notes.append("profiler pass not used: it needs instrument collectives beside it")
+            return
+        profiles = [rank["profiler"] for rank in found[0].results]
+        try:
+            self.kernels = profile.join_profiles(profiles, pattern[1])
+        except profile.ProfileError as error:
+            self.notes.append(f"profiler pass not used: {error}")
 
     def _serve(self, asked: Workload, pass_name: str, repeat: int, arrivals: bool = True) -> Window:
         return serve(
@@ -177,10 +240,14 @@ def stop(rates: list[float], wall_s: float, plan: Mapping[str, Any]) -> str | No
     return "wall_limit" if wall_s >= plan["wall_limit_s"] else None
 
 
-def _check_counts(of_rank: list[tuple[CountRecord, HostRecord]]) -> None:
+def _check_counts(of_rank: list[tuple[CountRecord, RankRecord]]) -> None:
+    """In steps that Python ran, as many must be counted as timed."""
     for counts, timed in of_rank:
-        counted = sum(n for step in counts.steps.values() for n, _ in step.values())
-        if counted != len(timed.collectives):
+        ran = [not timed.modes[step["mode"]].startswith("graph") for step in timed.steps]
+        numbers = timed.steps["step"][np.array(ran, bool)]
+        counted = sum(n for step in numbers.tolist() for n, _ in counts.steps[step].values())
+        found = int(np.isin(timed.collectives["step"], numbers).sum())
+        if counted != found:
             raise MeasurementError(
-                f"rank {counts.rank}: {counted} collectives counted, {len(timed.collectives)} timed"
+                f"rank {counts.rank}: {counted} collectives counted, {found} timed"
             )

@@ -81,13 +81,15 @@ def load_model(model: dict[str, Any]) -> Model:
 
 
 def resolve(cfg: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """A copy in which `auto` of device and model became what it is on this machine.
+    """A copy in which `auto` of device, timing and model became what it is on this machine.
 
     A published size without a path has dummy weights: nobody said where real ones are.
     """
     cfg = copy.deepcopy(cfg)
     if cfg["device"] == "auto":
         cfg["device"] = machine.device
+    if cfg["timing"] == "auto":
+        cfg["timing"] = "stamps" if cfg["device"] == "cuda" else "host"
     model = cfg["model"]
     if model["path"] is not None:
         local = Path(model["path"]).expanduser()

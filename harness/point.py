@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import hardware, tables
+from harness import hardware, pass_plan, tables
 from harness.failures import classify
 from harness.figure_rows import FigureRows
-from harness.passes import INSTRUMENTED, Passes, Progress
+from harness.passes import Passes, Progress
 from harness.stats import relative_noise
 from harness.store import TableData, write_point
 from harness.window import MeasurementError
@@ -103,19 +103,30 @@ class _Rows:
         self.key = {"run_id": run_id, "point_id": passes.point.point_id, "process": process}
 
     def measured(self, status: str, reason: str | None) -> dict[str, TableData]:
-        from harness import attribution
-
         found = self._evidence()
-        found["points"] = tables.columns("points", self._point_rows(status, reason, None))
         found["phases"] = tables.phases(self.key, self.backend, self.cfg["cache"])
         found["memory"] = tables.memory(self.key, self.backend)
-        found["metrics"] = self._figures().table()
-        if self.passes.joined is not None:
-            wanted = attribution.expected_bytes(self.passes.joined, self.backend.shape)
-            found["collectives"] = tables.collectives(
-                self.key, self.passes.joined, wanted, INSTRUMENTED, 0
-            )
+        found["metrics"] = self._figures().table()  # before the points, since it adds notes
+        found["points"] = tables.columns("points", self._point_rows(status, reason, None))
+        collectives = self._collectives()
+        if collectives:
+            found["collectives"] = tables.concatenated(collectives)
         return found
+
+    def _collectives(self) -> list[TableData]:
+        from harness.expected import expected_bytes
+
+        passes, shape = self.passes, self.backend.shape
+        timed = [(t.name, t.joined) for t in passes.timed if t.joined is not None]
+        if passes.kernels is not None:
+            timed.append((pass_plan.PROFILER, passes.kernels))
+        return [
+            tables.collectives(
+                self.key, joined, expected_bytes(joined, shape), name, 0,
+                kernels=joined is passes.kernels,
+            )
+            for name, joined in timed
+        ]  # fmt: skip
 
     def failed(self, status: str, reason: str, traceback: str) -> dict[str, TableData]:
         """What a failed point leaves: its status, and the requests and steps as evidence; no figure
@@ -128,9 +139,16 @@ class _Rows:
         if not self.passes.windows:
             return {}
         mode = str(self.backend.effective["mode"])
+        timed = None
+        if self.backend.effective["device"] == "cuda":  # a backlog's spins lie inside its steps
+            timed = {
+                t.name: t.joined
+                for t in self.passes.timed
+                if t.joined is not None and t.name != pass_plan.BACKLOG
+            }
         return {
             "requests": tables.requests(self.key, self.passes.windows),
-            "steps": tables.steps(self.key, self.passes.windows, mode),
+            "steps": tables.steps(self.key, self.passes.windows, mode, timed),
             "telemetry": tables.telemetry(self.key, self.passes.windows),
         }
 
@@ -155,19 +173,45 @@ class _Rows:
         return [{**fixed, **tables.window_columns(w)} for w in self.passes.plain]
 
     def _figures(self) -> FigureRows:
-        from harness import collective_figures, cost_figures, metrics
+        from harness import ceilings, collective_figures, cost_figures, device_figures, metrics
 
-        rows = FigureRows(self.key)
+        rows, passes, shape = FigureRows(self.key), self.passes, self.backend.shape
         tp, device = self.cfg["tp"], str(self.backend.effective["device"])
-        metrics.plain_figures(rows, self.passes.plain, tp=tp, device=device)
-        cost_figures.cost_figures(rows, self.passes.plain, self.cfg, self.backend)
-        if self.passes.joined is not None:
-            collective_figures.instrumented_figures(
-                rows, self.passes.joined, self.passes.plain, self.backend.shape, INSTRUMENTED
-            )
+        clean, latency = passes.clean, passes.latency
+        measured = ceilings.load(self.cfg) if device == "cuda" else None
+        metrics.plain_figures(rows, passes.plain, tp=tp, device=device, clean=clean)
+        cost_figures.cost_figures(rows, clean, self.cfg, self.backend, measured)
+        pass_name = pass_plan.HOST if latency is None else latency[0]
+        if latency is None:
+            collective_figures.without_records(rows, pass_name)
         else:
-            collective_figures.without_records(rows, INSTRUMENTED)
+            collective_figures.instrumented_figures(rows, latency[1], clean, shape, pass_name)
+            self._instrument_cost(rows)
+        device_figures.launch_gap(rows, pass_name)
+        if device != "cuda":
+            return rows
+        if latency is not None:
+            device_figures.quality_figures(rows, latency[1], pass_name)
+        for timed in passes.timed:
+            if timed.joined is not None and timed.joined.span.any():
+                device_figures.span_figures(rows, timed.joined, timed.name)
+        if passes.kernels is not None:
+            own = None if latency is None else latency[1]
+            device_figures.kernel_figures(rows, passes.kernels, own)
         return rows
+
+    def _instrument_cost(self, rows: FigureRows) -> None:
+        """Of the pass that gave the latencies; a backlog's steps hold its spins, so that the pass
+        without it tells what the same readings cost."""
+        from harness.collective_figures import instrument_cost
+
+        passes = self.passes
+        found = passes.joined(pass_plan.SPAN) or passes.latency
+        assert found is not None
+        name, joined = found
+        if name == pass_plan.GRAPH:
+            joined = joined.timed()
+        instrument_cost(rows, joined, passes.clean, name)
 
 
 def _effective(backend: Backend) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from engine.comm.types import Phase
 
 PHASES = tuple(phase.value for phase in Phase)  # prefill, decode, mixed: the codes 0, 1, 2
+PHASE_CODES = {phase: code for code, phase in enumerate(PHASES)}
 
 STEP_DTYPE = np.dtype(
     [
@@ -74,14 +75,18 @@ class Names:
 
 
 @dataclass(slots=True)
-class HostRecord:
-    """One rank's steps and collectives, timed by the host's clock.
+class RankRecord:
+    """One rank's steps and collectives with their times.
 
     Attributes:
         steps: STEP_DTYPE; `mode` is an index into `modes`.
         collectives: COLLECTIVE_DTYPE; kind and site are the engine's numbers, dtype and path
             indices into `dtypes` and `paths`; after_ns is 0 where the collective did not return.
-        floor_ns: what the same pair reads round nothing, median; tick_ns: the clock's step.
+        floor_ns: what the same pair reads round nothing (host: median) or round the smallest kernel
+            (stamps, events: mean); tick_ns: the clock's step.
+        source: whose clock: host, stamps, events, cupti. Times of stamps are the GPU's own and
+            comparable within one rank only.
+        graph_floor_ns: the floor inside a CUDA graph, for replayed steps; None: floor_ns.
     """
 
     rank: int
@@ -93,6 +98,52 @@ class HostRecord:
     modes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
+    source: str = "host"
+    graph_floor_ns: int | None = None
+
+    def of_steps(self, numbers: np.ndarray) -> RankRecord:
+        """A copy with the steps of these numbers alone."""
+        return replace(
+            self,
+            steps=self.steps[np.isin(self.steps["step"], numbers)],
+            collectives=self.collectives[np.isin(self.collectives["step"], numbers)],
+        )
+
+
+@dataclass(slots=True)
+class BacklogRecord:
+    """Whether one rank's host kept ahead of its GPU.
+
+    Attributes:
+        steps: [S] numbers; starved: [S] bool: the backlog of one of its parts had ended before the
+            host had enqueued all of it.
+        spin_us: length of the backlog at the end: it grows where it was too short.
+    """
+
+    rank: int
+    steps: np.ndarray
+    starved: np.ndarray
+    spin_us: float
+
+
+@dataclass(slots=True)
+class ProfileRecord:
+    """Communication kernels that CUPTI saw on one rank, in the order in which they began.
+
+    Attributes:
+        steps: STEP_DTYPE of the profiled steps, times 0.
+        names, begin_ns, duration_ns: [K] of the kernels.
+        error: why there is nothing; None if there is.
+    """
+
+    rank: int
+    world: int
+    steps: np.ndarray
+    modes: tuple[str, ...]
+    names: list[str]
+    begin_ns: np.ndarray
+    duration_ns: np.ndarray
+    error: str | None = None
 
 
 @dataclass(slots=True)

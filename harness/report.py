@@ -31,8 +31,13 @@ _FIGURES: dict[str, tuple[str, str, dict[str, str | None]]] = {
     "transfer_us_per_step": ("transfer_us_per_step", "p50", {}),
     "wait_us_per_step": ("wait_us_per_step", "p50", {"ranks": "max"}),
     "comm_share": ("comm_share", "value", {"ranks": "max"}),
+    "mbu": ("mbu", "value", {}),
+    "instrument_share": ("instrument_share", "value", {}),
 }
-_BY_PHASE = ("step_p50_us", "transfer_us_per_step", "wait_us_per_step", "comm_share")
+_BY_PHASE = ("step_p50_us", "transfer_us_per_step", "wait_us_per_step", "comm_share",
+             "instrument_share")  # fmt: skip
+NOTED_SHARE = 0.1
+"""Of a clean step: where reading the collectives of a GPU adds more, the printed table says so."""
 
 
 def summary(run_dir: str | Path) -> pd.DataFrame:
@@ -86,7 +91,7 @@ def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
     if len(rates) > 1:
         found["spread"] = float(rates.std() / rates.median())
     whole = metrics[metrics["repeat"].isna() & metrics["value"].notna()]
-    steps = whole[whole["name"] == "step_us"]["phase"]
+    steps = whole[whole["name"].isin(["step_us", "step_host_us"])]["phase"]
     found["phase"] = next((p for p in ("decode", "mixed", "prefill") if (steps == p).any()), None)
     for column, (name, stat, where) in _FIGURES.items():
         chosen = whole[(whole["name"] == name) & (whole["stat"] == stat)]
@@ -131,6 +136,7 @@ _PRINTED: tuple[tuple[str, str, float, str], ...] = (
     ("comm\n%", "comm_share", 100, ".1f"),
     ("scaling\nefficiency", "scaling_efficiency", 1, ".2f"),
 )
+_MBU = ("MBU\n%", "mbu", 100.0, ".0f")
 _EXTRA: tuple[tuple[str, str, float, str], ...] = (
     ("TTFT\nms", "ttft_p50_s", 1e3, ".1f"),
     ("queue\nms", "queue_p50_s", 1e3, ".1f"),
@@ -147,6 +153,8 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     printed = list(_PRINTED)
     if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
         printed[2:2] = _EXTRA
+    if "mbu" in frame and frame["mbu"].notna().any():
+        printed.insert(-1, _MBU)
     axes = ["eager" if axis == "enforce_eager" else axis for axis in varying]
     headings = ["status", *axes, *(p[0] for p in printed), "reason"]
     rows = []
@@ -155,8 +163,19 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
         for _, column, factor, spec in printed:
             value = point[column]
             cells.append("-" if pd.isna(value) else format(float(value) * factor, spec))
-        rows.append([*cells, "" if pd.isna(point["reason"]) else str(point["reason"])])
+        rows.append([*cells, _remark(point)])
     return headings, rows, ", ".join(f"{a}={_text(frame[a].iloc[0])}" for a in same)
+
+
+def _remark(point: pd.Series) -> str:
+    """Why a point is not ok, and what its timing disturbed."""
+    import pandas as pd
+
+    said = [] if pd.isna(point["reason"]) else [str(point["reason"])]
+    share = point.get("instrument_share")
+    if point["timing"] != "host" and pd.notna(share) and share > NOTED_SHARE:
+        said.append(f"reading the collectives adds {share:.0%} to a step")
+    return "; ".join(said)
 
 
 def _text(value: Any) -> str:
@@ -188,7 +207,7 @@ def print_summary(run_dir: str | Path, console: Console) -> None:
 
     headings, rows, same = view(summary(run_dir))
     table = Table(title=same, title_justify="left", box=None, pad_edge=False)
-    left = set(headings) - {p[0] for p in (*_PRINTED, *_EXTRA)}
+    left = set(headings) - {p[0] for p in (*_PRINTED, *_EXTRA, _MBU)}
     for heading in headings:
         justify: Any = "left" if heading in left else "right"
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading == "status")

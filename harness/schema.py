@@ -122,8 +122,8 @@ value        float   unit null where the figure is missing, never 0
 unit         string! - of the value
 n            int!    - values that the figure rests on
 n_process    int!    - fresh engines that it rests on
-source       string! - what was read: host (clock of the host), stamps, events, count, model
-pass         string! - the pass that it rests on: plain or host
+source       string! - what was read: host (clock of the host), stamps, events, cupti, count, model
+pass         string! - the pass that it rests on: plain, host, step, graph_timed, backlog, ...
 phase        string  - prefill, decode or mixed; null: all steps or not of steps
 kind         string  - of the collective
 site         string  - of the collective
@@ -138,7 +138,7 @@ reason       string  - why the value is null
         + _REPEAT
         + """
 rank         int!    - rank
-pass         string! - plain or host
+pass         string! - plain, host, step, graph_timed, backlog, span or profiler
 step         int!    - counts over the life of the engine; equal on all ranks
 phase        string! - prefill, decode or mixed
 batch        int!    - sequences in the step
@@ -147,10 +147,10 @@ bucket       int!    tokens rows that the forward ran with
 samples      int!    - sequences that sampled a token
 mode         string! - how the forward ran
 begin_ns     int!    ns host clock (perf_counter) at the begin of the forward
-device_us    float   us forward and sampling on this rank; on a CPU host time (source host)
+device_us    float   us forward and sampling on this rank; CPU: host time; GPU: stamps, else null
 host_us      float   us plan to collect, rank 0 only
 padding      float!  1 rows that a graph bucket added / bucket
-source       string! - host or device
+source       string! - whose clock device_us is: host, stamps or events
 """,
     ),
     "collectives": (
@@ -159,7 +159,7 @@ source       string! - host or device
         + _REPEAT
         + """
 rank         int!    - rank
-pass         string! - host; later backlog, graph_timed, profiler
+pass         string! - host (CPU); graph_timed, backlog, span, profiler (GPU)
 step         int!    - key of the join over ranks, with ordinal
 ordinal      int!    - place in the step, from 0
 phase        string! - prefill, decode or mixed
@@ -173,17 +173,17 @@ world        int!    - ranks
 mode         string! - how the forward ran
 path         string! - implementation: gloo, nccl, symm_one_shot, ...
 latency_us   float   us on this rank, waiting included, less floor_us
-floor_us     float   us what the same method reads round nothing
+floor_us     float   us what the same method reads round nothing (GPU: the smallest kernel)
 below_floor  bool    - latency_us is below zero; kept, never clamped
-span_us      float   us what an eager program spends there, launch gap included; null on a CPU
+span_us      float   us the pair without a backlog, as read, launch gaps included; null on a CPU
 kernel_us    float   us time of the kernel alone; profiler pass only
-transfer_us  float   us minimum of latency_us over ranks; null for rooted kinds
-wait_us      float   us latency_us - transfer_us: waiting for the last rank
+transfer_us  float   us minimum over ranks of latency_us (or kernel_us); null for rooted kinds
+wait_us      float   us latency_us (or kernel_us) - transfer_us: waiting for the last rank
 algbw_GBps   float   GB/s bytes / transfer_us; rooted kinds: bytes / latency_us at the root
 busbw_GBps   float   GB/s algbw x 2(n-1)/n all_reduce, (n-1)/n gather, 1 broadcast
-transfer_reason string - why transfer_us is null: rooted
-source       string! - host, stamps or events
-starved      bool    - the GPU ran out of enqueued work; null on a CPU
+transfer_reason string - why transfer_us is null: rooted, span or starved
+source       string! - host, stamps, events or cupti
+starved      bool    - in this step the host was not ahead of the GPU; backlog pass only
 """,
     ),
     "requests": (
@@ -193,7 +193,7 @@ starved      bool    - the GPU ran out of enqueued work; null on a CPU
         + """
 request      int!    - place in the workload, from 0
 request_id   string! - the engine's name of it
-pass         string! - plain or host
+pass         string! - plain, host, step, graph_timed, backlog, span or profiler
 prompt_tokens int!   tokens in the prompt
 output_tokens int!   tokens generated
 asked_tokens int!    tokens that were asked for
@@ -214,7 +214,9 @@ error        string  - why it could not be served
         + _REPEAT
         + """
 phase        string! - spawn, load, compile, capture, warmup, total; counters by their name
+bucket       int     - capture: rows of the graph; null: all graphs together
 seconds      float   s time spent; null for counters and where it is unknown
+bytes        int     B capture: device memory that the bucket's graph took
 count        int     - counters: value after the point, since the engine's start
 cache        string  - compile caches before the engine started: cold or warm
 shared       bool!   - the engine already lived: an earlier point paid for the start
@@ -237,7 +239,7 @@ reason       string  - why bytes is null
         _KEY
         + _REPEAT
         + """
-pass         string! - plain or host
+pass         string! - plain, host, step, graph_timed, backlog, span or profiler
 when         string! - before or after the pass
 device       string! - cpu or gpu0, gpu1, ...
 name         string! - load_1m, clock_mhz, power_w, temperature_c, throttle_reasons, ...

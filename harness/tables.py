@@ -96,42 +96,82 @@ def window_columns(window: Window) -> dict[str, Any]:
     }
 
 
-def steps(key: Mapping[str, Any], windows: Sequence[Window], mode: str) -> TableData:
-    """The step logs of all windows and ranks. Both clocks are the host's (source host): on a CPU
-    the forward is synchronous, so that its time is the rank's own."""
+def steps(
+    key: Mapping[str, Any],
+    windows: Sequence[Window],
+    mode: str,
+    timed: Mapping[str, Joined] | None = None,
+) -> TableData:
+    """The step logs of all windows and ranks.
+
+    Args:
+        mode: of the engine; decode steps alone are replays.
+        timed: on a GPU, passes whose steps have device times. There the log's own clock saw the
+            host enqueue, and is no time of a step. None: on a CPU the forward is synchronous, so
+            that the rank's clock gives its time.
+    """
     parts: dict[str, list[np.ndarray]] = {}
 
     def put(name: str, values: np.ndarray) -> None:
         parts.setdefault(name, []).append(values)
 
+    launched = mode.removeprefix("graph").removeprefix("+") or "eager"
     for window in windows:
+        joined = None if timed is None else timed.get(window.pass_name)
         for rank, rows in enumerate(window.steps):
             n = len(rows)
             for name in ("step", "batch", "tokens", "bucket", "samples", "begin_ns"):
                 put(name, rows[name].astype(np.int64))
             put("phase", np.array(PHASES, object)[rows["phase"]])
-            put("device_us", (rows["end_ns"] - rows["begin_ns"]) / 1e3)
+            replays = PHASES.index("decode") == rows["phase"]
+            put("mode", np.where(replays, mode, launched).astype(object))
+            own = (rows["end_ns"] - rows["begin_ns"]) / 1e3
+            put("device_us", own if timed is None else _device_us(rows["step"], joined, rank))
             wall_us = (rows["wall_end_ns"] - rows["wall_begin_ns"]) / 1e3
             put("host_us", wall_us if rank == 0 else np.full(n, np.nan))
             bucket = np.maximum(rows["bucket"], 1)
             put("padding", (rows["bucket"] - rows["tokens"]) / bucket)
             fixed = {"rank": rank, "repeat": window.repeat, "pass": window.pass_name}
-            for name, value in {**fixed, "mode": mode, "source": "host"}.items():
+            source = "host" if joined is None else joined.source
+            for name, value in {**fixed, "source": source}.items():
                 put(name, _filled(value, n))
     return _with_key(key, {name: np.concatenate(values) for name, values in parts.items()})
 
 
+def _device_us(numbers: np.ndarray, joined: Joined | None, rank: int) -> np.ndarray:
+    """Times of the steps of these numbers; NaN where the pass did not time one."""
+    found = np.full(len(numbers), np.nan)
+    if joined is not None:
+        _, ours, theirs = np.intersect1d(numbers, joined.steps["step"], return_indices=True)
+        found[ours] = joined.step_us[theirs, rank]
+    return found
+
+
 def collectives(
-    key: Mapping[str, Any], joined: Joined, expected_bytes: np.ndarray, pass_name: str, repeat: int
+    key: Mapping[str, Any],
+    joined: Joined,
+    expected_bytes: np.ndarray,
+    pass_name: str,
+    repeat: int,
+    *,
+    kernels: bool = False,
 ) -> TableData:
-    """N collectives x R ranks rows, rank by rank."""
+    """N collectives x R ranks rows, rank by rank; `kernels`: the profiler's, whose times are those
+    of kernels alone."""
     from engine.comm.types import Kind, Site
     from harness.attribution import bandwidth
 
     n, world = joined.latency_us.shape
     rows, step = joined.rows, joined.steps[joined.step_index]
     record = joined.records[0]
-    rooted = rows["kind"] != Kind.ALL_REDUCE
+    span, starved = joined.span[joined.step_index], joined.starved[joined.step_index]
+    why = np.full(n, None)
+    for reason, rows_of in (
+        ("rooted", rows["kind"] != Kind.ALL_REDUCE),
+        ("span", span),
+        ("starved", starved),
+    ):
+        why[rows_of] = reason
     algbw, busbw = bandwidth(joined)
     shared = {
         "step": rows["step"],
@@ -146,20 +186,25 @@ def collectives(
         "mode": np.array([*record.modes, ""], object)[step["mode"]],
         "path": np.array([*record.paths, ""], object)[rows["path"]],
         "transfer_us": joined.transfer_us,
-        "transfer_reason": np.array([None, "rooted"], object)[rooted.astype(int)],
+        "transfer_reason": why,
         "algbw_GBps": algbw,
         "busbw_GBps": busbw,
         "world": _filled(world, n),
         "pass": _filled(pass_name, n),
         "repeat": _filled(repeat, n),
-        "source": _filled("host", n),
+        "source": _filled(joined.source, n),
     }
+    if pass_name == "backlog":
+        shared["starved"] = starved.astype(object)
     table: dict[str, Any] = {name: np.concatenate([v] * world) for name, v in shared.items()}
     table["rank"] = np.repeat(np.arange(world), n)
-    table["latency_us"] = joined.latency_us.T.ravel()
     table["wait_us"] = joined.wait_us.T.ravel()
-    table["floor_us"] = np.repeat(joined.floor_us, n)
-    table["below_floor"] = table["latency_us"] < 0
+    table["kernel_us" if kernels else "latency_us"] = joined.latency_us.T.ravel()
+    if not kernels:
+        table["floor_us"] = joined.floor_us[joined.step_index].T.ravel()
+        table["below_floor"] = table["latency_us"] < 0
+    if span.any():
+        table["span_us"] = np.where(span[:, None], joined.pair_us, np.nan).T.ravel()
     return _with_key(key, table)
 
 
@@ -192,12 +237,15 @@ def requests(key: Mapping[str, Any], windows: Sequence[Window]) -> TableData:
 
 
 def phases(key: Mapping[str, Any], backend: Backend, cache: str) -> TableData:
-    """Start-up by phase, then the counters as they stand after the point."""
+    """Start-up by phase, its captures by bucket, then the counters as they stand after the
+    point."""
     shared = backend.points_served > 0
     rows: list[dict[str, Any]] = []
     for name, seconds in backend.startup.items():
         reason = None if seconds is not None else "this phase did not happen or is not timed"
         rows.append({"phase": name.removesuffix("_s"), "seconds": seconds, "reason": reason})
+    for bucket, seconds, taken in backend.captures():
+        rows.append({"phase": "capture", "bucket": bucket, "seconds": seconds, "bytes": taken})
     for name, count in backend.counters().items():
         rows.append({"phase": name, "count": count, "reason": "a counter"})
     return columns(
@@ -222,6 +270,17 @@ def telemetry(key: Mapping[str, Any], windows: Sequence[Window]) -> TableData:
         for reading in window.telemetry
     ]
     return columns("telemetry", rows)
+
+
+def concatenated(parts: Sequence[TableData]) -> TableData:
+    """Rows below each other; a column that a part lacks is null there."""
+    lengths = [len(next(iter(part.values()))) for part in parts]
+    return {
+        name: np.concatenate(
+            [part.get(name, np.full(n, None)) for part, n in zip(parts, lengths, strict=True)]
+        )
+        for name in dict.fromkeys(name for part in parts for name in part)
+    }
 
 
 def _filled(value: Any, n: int) -> np.ndarray:

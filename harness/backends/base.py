@@ -80,6 +80,10 @@ class Backend(Protocol):
         """Bytes by name, one dict a rank."""
         ...
 
+    def captures(self) -> list[tuple[int, float, int]]:
+        """(bucket, seconds, bytes) of each CUDA graph captured at start-up, in order."""
+        ...
+
     def reset_prefix_cache(self) -> None: ...
 
     def close(self) -> None:

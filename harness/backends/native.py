@@ -109,6 +109,9 @@ class NativeBackend:
     def memory(self) -> list[dict[str, int | None]]:
         return self.llm.memory()
 
+    def captures(self) -> list[tuple[int, float, int]]:
+        return self.llm.captures()
+
     def reset_prefix_cache(self) -> None:
         self.llm.reset_prefix_cache()
 

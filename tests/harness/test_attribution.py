@@ -8,21 +8,16 @@ import numpy as np
 import pytest
 
 from engine.comm.types import Kind, Site
-from harness.attribution import (
-    AttributionError,
-    bandwidth,
-    check_expected,
-    expected_bytes,
-    join,
-    shares,
-)
-from harness.records import HostRecord
-from tests.support.fake_backend import DECODE, ENGINE_STEPS, PREFILL, SHAPE, host_records
+from harness.attribution import AttributionError, bandwidth, join, shares
+from harness.expected import check_expected, expected_bytes
+from harness.records import RankRecord
+from harness.step_times import StepTimes
+from tests.support.fake_backend import DECODE, PREFILL, SHAPE, host_records
 
 STEPS = [(PREFILL, 6, 2), (DECODE, 2, 2), (DECODE, 2, 2)]
 
 
-def edited(records: list[HostRecord], rank: int, **columns: tuple[int, object]) -> list[HostRecord]:
+def edited(records: list[RankRecord], rank: int, **columns: tuple[int, object]) -> list[RankRecord]:
     """A copy in which rank's rows have `column=(row, value)`."""
     rows = records[rank].collectives.copy()
     for name, (row, value) in columns.items():
@@ -135,12 +130,11 @@ def test_bandwidths_follow_their_definitions() -> None:
     assert (algbw[6], busbw[6]) == pytest.approx((ids / 8e3, ids / 8e3))
 
 
-def clean(world: int, *steps: tuple[int, int]) -> list[np.ndarray]:
-    """Step logs of (phase, ns)."""
-    rows = np.zeros(len(steps), ENGINE_STEPS)
-    rows["phase"] = [phase for phase, _ in steps]
-    rows["end_ns"] = [ns for _, ns in steps]
-    return [rows] * world
+def clean(world: int, *steps: tuple[int, int]) -> StepTimes:
+    """Clean steps of (phase, ns), the same on all ranks."""
+    phase = np.array([phase for phase, _ in steps])
+    us = np.array([ns / 1e3 for _, ns in steps])
+    return StepTimes(phase, np.stack([us] * world, axis=1), "host", "plain")
 
 
 def test_shares_are_of_as_many_clean_steps() -> None:

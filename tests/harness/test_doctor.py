@@ -42,6 +42,7 @@ def test_on_a_cpu_without_a_compiler() -> None:
         ("attention", "sdpa"),
         ("comm", "auto"),
         ("comm", "gloo"),
+        ("timing", "auto"),
         ("timing", "host"),
     }
     assert reasons["compile", "model"] == (

@@ -14,7 +14,7 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from engine.request import FinishReason, RequestOutput
 from engine.shape import ModelShape
-from harness.records import COLLECTIVE_DTYPE, STEP_DTYPE, HostRecord
+from harness.records import COLLECTIVE_DTYPE, STEP_DTYPE, RankRecord
 
 ENGINE_STEPS = np.dtype(
     [("step", "i8"), ("phase", "u1"), ("batch", "i4"), ("tokens", "i4"), ("bucket", "i4"),
@@ -42,7 +42,7 @@ def host_records(
     wait_ns: int = 0,
     step_ns: int = 1_000_000,
     shape: ModelShape = SHAPE,
-) -> list[HostRecord]:
+) -> list[RankRecord]:
     """Records of each rank for `steps` of (phase, tokens, samples): the collectives of the model,
     then one broadcast of token ids. The last rank is the latest: all others wait `wait_ns`."""
     records = []
@@ -67,7 +67,7 @@ def host_records(
                 dtype = 1 if kind == Kind.BROADCAST else 0
                 rows.append((number, ordinal, kind, site, size, dtype, 0, before, before + lasts))
         records.append(
-            HostRecord(
+            RankRecord(
                 rank=rank, world=world, steps=np.array(step_rows, STEP_DTYPE),
                 collectives=np.array(rows, COLLECTIVE_DTYPE), floor_ns=FLOOR_NS, tick_ns=1,
                 modes=("eager",), dtypes=("float32", "int64"), paths=("gloo",),
@@ -104,9 +104,10 @@ class FakeBackend:
         self.short = 0
         self.grow: dict[str, int] = {}
         self.fail: Exception | None = None
-        self.records: Callable[[list[HostRecord]], list[HostRecord]] = lambda records: records
+        self.records: Callable[[list[RankRecord]], list[RankRecord]] = lambda records: records
         self.prompts: list[list[list[int]]] = []
         self.resets = 0
+        self.captured: list[tuple[int, float, int]] = []
         self._counters = {"compiles": 3, "captures": 0, "preemptions": 0, "cached_tokens": 0}
         self._attached: int = 0
         self._plan: list[tuple[int, int, int]] = []
@@ -121,6 +122,9 @@ class FakeBackend:
 
     def counters(self) -> dict[str, int]:
         return dict(self._counters)
+
+    def captures(self) -> list[tuple[int, float, int]]:
+        return list(self.captured)
 
     def memory(self) -> list[dict[str, int | None]]:
         return [{"weights_bytes": 1000 + rank, "peak_bytes": None} for rank in range(self.tp)]
@@ -196,7 +200,7 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
         "measure": {
             "name": "quick", "warmup": 1, "min_repeats": 2, "max_repeats": 2, "rel_noise": 0.05,
             "wall_limit_s": 10.0, "n_process": 1, "point_timeout_s": 60.0,
-            "startup_timeout_s": 60.0,
+            "startup_timeout_s": 60.0, "backlog_us": 20_000.0, "backlog_layers": None,
         },
         "instrument": ["collectives"], "timing": "host", "cache": "cold", "fail_fast": False,
         "resume": "auto", "results_dir": "results/runs",

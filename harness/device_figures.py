@@ -1,0 +1,75 @@
+"""Figures that only a GPU has: spans, CUPTI's kernels beside the stamps, what starved."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.comm.types import Kind, Site
+from harness.attribution import Joined
+from harness.collective_figures import groups, labels
+from harness.figure_rows import FigureRows
+from harness.records import PHASES
+from harness.window import DECODE
+
+_NO_BIAS = "not measured: it needs a calibration at zero delay"
+_NO_GAP = "needs the profiler pass, which does not compute it in this version"
+
+
+def span_figures(rows: FigureRows, joined: Joined, pass_name: str) -> None:
+    """Pairs with the host's launch gaps in them, of steps that were launched without a backlog."""
+    joined = joined.only(joined.span)
+    for key, chosen in groups(joined):
+        pairs = joined.pair_us[chosen]
+        for ranks, values in (("min", pairs.min(axis=1)), ("max", pairs.max(axis=1))):
+            rows.summarise(
+                "span_us", values, pass_name=pass_name, source=joined.source, ranks=ranks,
+                tick=float(joined.tick_us.max()), **labels(key),
+            )  # fmt: skip
+
+
+def quality_figures(rows: FigureRows, joined: Joined, pass_name: str) -> None:
+    """What a reader must know of the pass that gave the latencies."""
+    where = {"pass_name": pass_name, "source": joined.source}
+    starved = int(joined.starved.sum())
+    rows.add("starved_steps", starved, n=len(joined.steps), pass_name=pass_name, source="count")
+    rows.add("transfer_bias_us", None, n=0, reason=_NO_BIAS, **where)
+
+
+def launch_gap(rows: FigureRows, pass_name: str) -> None:
+    rows.add("launch_gap_us", None, n=0, pass_name=pass_name, reason=_NO_GAP)
+
+
+def kernel_figures(rows: FigureRows, kernels: Joined, latency: Joined | None) -> None:
+    """CUPTI's times, and site by site how far the latencies of decode steps lie above them: the
+    difference of the two passes' medians, of each rank."""
+    for key, chosen in groups(kernels):
+        times = kernels.latency_us[chosen]
+        for ranks, values in (("min", times.min(axis=1)), ("max", times.max(axis=1))):
+            rows.summarise(
+                "kernel_us", values, pass_name="profiler", source="cupti", ranks=ranks,
+                **labels(key),
+            )  # fmt: skip
+    if latency is None:
+        return
+    latency = latency.timed()
+    decode = latency.only(latency.steps["phase"] == DECODE)
+    pairs = {(int(r["kind"]), int(r["site"]), int(r["bytes"])) for r in kernels.rows}
+    for kind, site, size in sorted(pairs):
+        a, b = _of(decode, kind, site, size), _of(kernels, kind, site, size)
+        where = {"phase": PHASES[DECODE], "kind": Kind(kind).label, "site": Site(site).label}
+        for rank in range(kernels.world):
+            value = reason = None
+            if len(a):
+                value = float(np.median(a[:, rank]) - np.median(b[:, rank]))
+            else:
+                reason = "no such collective in the pass that gave the latencies"
+            rows.add(
+                "stamp_vs_cupti_us", value, n=min(len(a), len(b)), pass_name="profiler",
+                source="cupti", ranks=str(rank), reason=reason, bytes=size, **where,
+            )  # fmt: skip
+
+
+def _of(joined: Joined, kind: int, site: int, size: int) -> np.ndarray:
+    rows = joined.rows
+    same = (rows["kind"] == kind) & (rows["site"] == site) & (rows["bytes"] == size)
+    return joined.latency_us[same]

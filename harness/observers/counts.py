@@ -1,0 +1,36 @@
+"""Collectives counted, to hold against what was timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.comm.types import Collective, CollectiveObserver, ObserverContext, StepInfo
+from harness.records import CountRecord
+
+
+class CountObserver(CollectiveObserver):
+    """Counts collectives and their bytes, step by step."""
+
+    def __init__(self, context: ObserverContext) -> None:
+        self._record = CountRecord(context.rank, context.world)
+        self._step: dict[tuple[str, str], list[int]] = {}
+
+    def step_begin(self, step: StepInfo) -> None:
+        self._step = self._record.steps.setdefault(step.step, {})
+
+    def before(self, collective: Collective) -> None:
+        key = (collective.kind.label, collective.site.label)
+        entry = self._step.setdefault(key, [0, 0])
+        entry[0] += 1
+        entry[1] += collective.bytes
+
+    def result(self) -> CountRecord:
+        return self._record
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Factory of CountObserver."""
+
+    def __call__(self, context: ObserverContext) -> CollectiveObserver:
+        return CountObserver(context)
