@@ -55,9 +55,9 @@ def _nothing(out_ptr):
     tl.store(out_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _readings(out_ptr, count):
-    for i in range(count):
+@triton.jit
+def _readings(out_ptr, COUNT: tl.constexpr):
+    for i in range(COUNT):
         tl.store(out_ptr + i, _now())
 
 
@@ -136,7 +136,7 @@ class Stamps:
             RuntimeError: the timer did not move.
         """
         out = torch.zeros(count, dtype=torch.int64, device=self._device)
-        _readings[(1,)](out, count, num_warps=1)
+        _readings[(1,)](out, COUNT=count, num_warps=1)
         steps = out.diff()
         steps = steps[steps > 0]
         if not len(steps):
