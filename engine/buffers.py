@@ -34,27 +34,33 @@ class SamplingRows:
 
 class _Mirror:
     """Named arrays in one host allocation, and the same on the device: one memory on a CPU, pinned
-    memory and a single copy a step on a GPU (a copy costs the host 9 us there, whatever its size).
+    memory and a single copy a step on a GPU (a copy costs the host 9 us there, however small).
+
+    In memory: token arrays, which end where the named ones begin and start the earlier the more
+    tokens there are; named arrays; last of them the block tables, of which the first rows count. So
+    what a step needs is always one range, and every array's place depends on the token count alone.
 
     Args:
-        layout: name -> (shape, dtype) of the arrays, which stand in front.
-        tail_bytes: room for the token arrays behind them, whose place depends on the token count.
+        layout: name -> (shape, dtype) of the named arrays; the last has a row a sequence.
+        max_tokens: room for token arrays.
     """
 
     def __init__(
         self,
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        tail_bytes: int,
+        max_tokens: int,
         device: torch.device,
     ) -> None:
-        offsets, size = {}, 0
+        self._named = size = _TOKEN_ARRAYS * _stride(max_tokens) * 8
+        offsets = {}
         for name, (shape, dtype) in layout.items():
             offsets[name] = size
             nbytes = int(np.prod(shape)) * dtype.itemsize
             size += -(-nbytes // _ALIGN) * _ALIGN
-        self._tail = size
+        self._tables, rows = offsets[name], shape[0]
+        self._table_row_bytes = nbytes // rows
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size + tail_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
         self._device = torch.zeros_like(self._host, device=device) if on_gpu else self._host
         self.arrays: dict[str, np.ndarray] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -66,20 +72,27 @@ class _Mirror:
 
     def token_arrays(self, tokens: int) -> tuple[np.ndarray, torch.Tensor]:
         """-> [3, stride] int64 on host and device, stride >= tokens; rows start aligned."""
-        stride = -(-tokens * 8 // _ALIGN) * _ALIGN // 8
-        stop = self._tail + _TOKEN_ARRAYS * stride * 8
+        stride = _stride(tokens)
+        begin = self._named - _TOKEN_ARRAYS * stride * 8
         host, device = (
-            memory[self._tail : stop].view(torch.int64).view(_TOKEN_ARRAYS, stride)
+            memory[begin : self._named].view(torch.int64).view(_TOKEN_ARRAYS, stride)
             for memory in (self._host, self._device)
         )
         return host.numpy(), device
 
-    def upload(self, tokens: int) -> None:
-        """Copies the arrays and the token arrays of `tokens` to the device. The pinned side may be
-        written again once the step's ids have been read back, which orders the copy before."""
+    def upload(self, tokens: int, rows: int) -> None:
+        """Copies to the device what a step of `tokens` tokens and `rows` sequences needs. The
+        pinned side may be written again once the step's ids have been read back, which orders the
+        copy before."""
         if self._device is not self._host:
-            stop = self._tail + self.token_arrays(tokens)[0].nbytes
-            self._device[:stop].copy_(self._host[:stop], non_blocking=True)
+            begin = self._named - _TOKEN_ARRAYS * _stride(tokens) * 8
+            stop = self._tables + rows * self._table_row_bytes
+            self._device[begin:stop].copy_(self._host[begin:stop], non_blocking=True)
+
+
+def _stride(tokens: int) -> int:
+    """int64 from one token array to the next, so that each starts aligned."""
+    return -(-tokens * 8 // _ALIGN) * _ALIGN // 8
 
 
 class BatchBuffers:
@@ -125,17 +138,22 @@ class BatchBuffers:
             "temperatures": (seqs, torch.float32),
             "block_tables": ((max_num_seqs, pages), torch.int32),
         }
-        tail = _TOKEN_ARRAYS * (max_num_batched_tokens * 8 + _ALIGN)
-        self._mirror = _Mirror(layout, tail, device)
+        self._mirror = _Mirror(layout, max_num_batched_tokens, device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
 
-    def fill(self, plan: StepPlan, bucket: int | None = None) -> tuple[ForwardBatch, SamplingRows]:
-        """Applies the plan's new pages to the block tables and lays out one forward.
+    def fill(self, plan: StepPlan) -> tuple[ForwardBatch, SamplingRows]:
+        """Lays out one forward and fetches the input ids that stand on the device."""
+        meta, known = self.load(plan, plan.num_tokens)
+        greedy = not plan.temperatures.any()
+        batch, rows = self.views(plan.num_tokens, int(plan.samples.sum()), meta, greedy)
+        if known:
+            self.fetch_known(batch.input_ids, known)
+        return batch, rows
 
-        Args:
-            bucket: rows to pad a step to in which every sequence decodes; None: no padding, and
-                input ids that stand on the device are fetched (a graph does that itself, see
-                `fetch_known`).
+    def load(self, plan: StepPlan, rows: int) -> tuple[tuple[int, int, int, int], int]:
+        """Applies the plan's new pages to the block tables and brings its arrays to the device,
+        padded to `rows` rows if that is more than its tokens (then every sequence must decode).
+        Returns (host_meta, number of input ids that stand on the device).
 
         Work on the host is a fixed number of numpy calls over S sequences, T tokens and the new
         pages; it does not grow with the context but for the copy of S rows of the block tables.
@@ -147,8 +165,7 @@ class BatchBuffers:
         seq_of_token = np.repeat(np.arange(num_seqs), lens)
         positions = np.arange(plan.num_tokens) - (ends - lens)[seq_of_token] + starts[seq_of_token]
         page, offset = np.divmod(positions, self._page_size)
-        tokens = bucket or plan.num_tokens
-        token_arrays, _ = self._mirror.token_arrays(tokens)
+        token_arrays, _ = self._mirror.token_arrays(rows)
         token_arrays[0, : plan.num_tokens] = np.maximum(plan.token_ids, 0)
         token_arrays[1, : plan.num_tokens] = positions
         token_arrays[2, : plan.num_tokens] = (
@@ -169,14 +186,13 @@ class BatchBuffers:
         arrays["temperatures"][:count] = plan.temperatures[sampling]
         arrays["known_rows"][: len(known)] = known
         arrays["known_slots"][: len(known)] = slots[seq_of_token[known]]
-        if bucket is not None:
-            self._pad(num_seqs, bucket, token_arrays)
-        self._mirror.upload(tokens)
+        padding = rows - plan.num_tokens
+        if padding:
+            assert len(known) == num_seqs, "only steps that decode are padded"
+            self._pad(num_seqs, rows, token_arrays)
+        self._mirror.upload(rows, num_seqs + padding)
         meta = (num_seqs, int(lens.max()), int(seq_lens.max()), plan.num_decodes)
-        batch, rows = self.views(tokens, bucket or count, meta, not plan.temperatures.any())
-        if bucket is None and len(known):
-            self.fetch_known(batch.input_ids, len(known))
-        return batch, rows
+        return meta, len(known)
 
     def views(
         self, tokens: int, samples: int, meta: tuple[int, int, int, int], all_greedy: bool
@@ -215,7 +231,7 @@ class BatchBuffers:
     def fill_padding(self, bucket: int) -> None:
         """Lays out a step of `bucket` rows that all belong to no sequence."""
         self._pad(0, bucket, self._mirror.token_arrays(bucket)[0])
-        self._mirror.upload(bucket)
+        self._mirror.upload(bucket, bucket)
 
     def _pad(self, num_seqs: int, bucket: int, token_arrays: np.ndarray) -> None:
         arrays, padding = self._mirror.arrays, slice(num_seqs, bucket)

@@ -108,10 +108,6 @@ class LLM:
             for request, prompt in zip(requests, prompts, strict=True)
         ]
 
-    def abort(self, request_id: str) -> None:
-        """Ends one request; ids that are unknown or already finished are ignored."""
-        self._ranks.abort(request_id)
-
     def _run(self, requests: list[Request]) -> dict[str, Request]:
         coming = sorted(requests, key=lambda r: r.arrival_s)
         own = {request.request_id for request in requests}

@@ -19,8 +19,8 @@ from engine.shape import ModelShape
 logger = logging.getLogger(__name__)
 
 # What this version can run, by device type; the others of config.py are refused by name.
-_ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "sdpa")}
-_COMM = {"cpu": ("gloo",), "cuda": ("nccl",)}
+ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "sdpa")}
+COMM = {"cpu": ("gloo",), "cuda": ("nccl",)}
 
 
 def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
@@ -82,12 +82,12 @@ def _device(config: EngineConfig) -> str:
 
 def _attention(config: EngineConfig, shape: ModelShape, device: str, dtype: str) -> str:
     """auto is flash2 where it can run, else sdpa; an explicit flash2 that cannot is an error."""
-    allowed = _ATTENTION[device]
+    allowed = ATTENTION[device]
     if config.attention != "auto":
         _choose("attention", config.attention, allowed, device)
     if "flash2" not in allowed or config.attention == "sdpa":
         return "sdpa"
-    obstacle = _no_flash2(config, shape, dtype)
+    obstacle = flash2_obstacle(config.page_size, shape.head_dim, dtype)
     if obstacle is None:
         return "flash2"
     if config.attention == "flash2":
@@ -96,16 +96,16 @@ def _attention(config: EngineConfig, shape: ModelShape, device: str, dtype: str)
     return "sdpa"
 
 
-def _no_flash2(config: EngineConfig, shape: ModelShape, dtype: str) -> str | None:
+def flash2_obstacle(page_size: int | None, head_dim: int, dtype: str) -> str | None:
     """Why flash-attn 2 cannot run, None if it can."""
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed; pip install flash-attn"
     if dtype == "float32":
         return "it has no float32 kernels; set dtype=bfloat16 or float16"
-    if config.page_size is not None and config.page_size % PAGE_MULTIPLE:
-        return f"page_size={config.page_size}: its pages are multiples of {PAGE_MULTIPLE}"
-    if shape.head_dim > 256 or shape.head_dim % 8:
-        return f"head_dim={shape.head_dim}: it takes multiples of 8 up to 256"
+    if page_size is not None and page_size % PAGE_MULTIPLE:
+        return f"page_size={page_size}: its pages are multiples of {PAGE_MULTIPLE}"
+    if head_dim > 256 or head_dim % 8:
+        return f"head_dim={head_dim}: it takes multiples of 8 up to 256"
     return None
 
 
@@ -122,10 +122,10 @@ def _choose(name: str, value: str, allowed: tuple[str, ...], device: str) -> str
 
 def _comm(config: EngineConfig, device: str) -> str:
     if config.tp == 1:
-        allowed = ("solo", *_COMM[device])
+        allowed = ("solo", *COMM[device])
         _choose("comm", config.comm, allowed, device)
         return "solo"
-    return _choose("comm", config.comm, _COMM[device], device)
+    return _choose("comm", config.comm, COMM[device], device)
 
 
 def _cores() -> int:

@@ -104,25 +104,24 @@ class Runner:
         begin = time.perf_counter_ns()
         graphs = self._graphs if plan.phase is Phase.DECODE else None
         bucket = plan.num_tokens if graphs is None else graphs.bucket_of(plan.num_seqs)
-        batch, rows = self._buffers.fill(plan, None if graphs is None else bucket)
-        count = int(plan.samples.sum())
         info = StepInfo(
             plan.step,
             plan.phase,
             plan.num_seqs,
             plan.num_tokens,
             bucket=bucket,
-            samples=count,
+            samples=int(plan.samples.sum()),
             mode=self._execution.mode if graphs is None else graphs.mode,
         )
         self.comm.step_begin(info)
         if graphs is None:
-            ids = self._forward(batch, rows)
+            ids = self._forward(*self._buffers.fill(plan))
         else:
+            self._buffers.load(plan, bucket)
             graphs.replay(bucket)
-            ids = self._ids[:count]
+            ids = self._ids[: info.samples]
         self.comm.step_end(info)
-        self._steps.append(plan, info.bucket, begin, time.perf_counter_ns())
+        self._steps.append(info, begin, time.perf_counter_ns())
         return ids
 
     def _forward(self, batch: ForwardBatch, rows: SamplingRows) -> torch.Tensor | None:

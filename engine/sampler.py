@@ -12,7 +12,8 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 class Sampler:
     """Greedy and temperature sampling of a batch; the same operations whatever the rows ask for, no
-    host synchronisation, so that it runs alike in eager, compiled and captured form.
+    host synchronisation, so that it runs alike in eager, compiled and captured form. (The runner
+    takes a plain argmax instead where the host knows that every row is greedy.)
 
     A row with temperature T > 0 is sampled by an exponential race: argmax of
     (l - max l) / T - log E, E exponential of rate 1, is distributed as softmax(l / T) (-log E is a

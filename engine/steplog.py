@@ -1,11 +1,10 @@
-"""A rank's own record of its steps: always kept, five integers and two clocks a step."""
+"""A rank's own record of its steps: always kept, a row of numbers and two clocks a step."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from engine.comm.types import Phase
-from engine.step import StepPlan
+from engine.comm.types import Phase, StepInfo
 
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
 
@@ -17,6 +16,7 @@ STEP_DTYPE = np.dtype(
         ("tokens", "i4"),
         ("bucket", "i4"),
         ("samples", "i4"),
+        ("replayed", "?"),  # as a CUDA graph; the other steps of such an engine run uncaptured
         ("begin_ns", "i8"),  # forward and sampling on this rank, time.perf_counter_ns
         ("end_ns", "i8"),
         ("wall_begin_ns", "i8"),  # rank 0: plan to collect; other ranks: as begin_ns, end_ns
@@ -32,16 +32,17 @@ class StepLog:
         self._rows = np.zeros(capacity, STEP_DTYPE)
         self._count = 0
 
-    def append(self, plan: StepPlan, bucket: int, begin_ns: int, end_ns: int) -> None:
+    def append(self, info: StepInfo, begin_ns: int, end_ns: int) -> None:
         if self._count == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
         self._rows[self._count] = (
-            plan.step,
-            PHASES.index(plan.phase),
-            plan.num_seqs,
-            plan.num_tokens,
-            bucket,
-            int(plan.samples.sum()),
+            info.step,
+            PHASES.index(info.phase),
+            info.batch,
+            info.tokens,
+            info.bucket,
+            info.samples,
+            info.replayed,
             begin_ns,
             end_ns,
             begin_ns,

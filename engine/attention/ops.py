@@ -15,7 +15,6 @@ from torch import nn
 from engine.attention import flash, sdpa
 from engine.batch import ForwardBatch
 from engine.comm import ops as _comm_ops  # defines the namespace that is extended here
-from engine.errors import ConfigError
 from engine.kernels.store_kv import store_kv
 
 # A backend is called (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, cu_seqlens_k,
@@ -61,26 +60,14 @@ torch.library.register_fake(
 )
 
 
-def resolve_backend(name: str) -> str:
-    """What `auto` becomes.
-
-    Raises:
-        ConfigError: no such backend.
-    """
-    if name == "auto":
-        return "sdpa"
-    if name not in BACKENDS:
-        raise ConfigError(f"attention={name!r}: choose one of auto, {', '.join(BACKENDS)}")
-    return name
-
-
 class Attention(nn.Module):
-    """Causal attention of this rank's heads over its part of the paged cache."""
+    """Causal attention of this rank's heads over its part of the paged cache; `backend` is a name
+    in BACKENDS."""
 
     def __init__(self, scale: float, backend: str) -> None:
         super().__init__()
         self.scale = scale
-        self.backend = resolve_backend(backend)
+        self.backend = backend
 
     def forward(
         self,

@@ -116,31 +116,39 @@ class Communicator(ABC):
 
     # -- operator bodies --------------------------------------------------------------------------
 
-    def run_all_reduce(self, x: torch.Tensor, site: Site) -> None:
+    def run_all_reduce(self, x: torch.Tensor, site: int) -> None:
         if self._observers:
             self._observed(Kind.ALL_REDUCE, site, x, x.nbytes, lambda: self._all_reduce(x))
         else:
             self._all_reduce(x)
 
-    def run_gather(self, x: torch.Tensor, out: torch.Tensor, site: Site) -> None:
+    def run_gather(self, x: torch.Tensor, out: torch.Tensor, site: int) -> None:
         if self._observers:
             nbytes = x.nbytes * self.world
             self._observed(Kind.GATHER, site, x, nbytes, lambda: self._gather(x, out))
         else:
             self._gather(x, out)
 
-    def run_broadcast(self, x: torch.Tensor, site: Site) -> None:
+    def run_broadcast(self, x: torch.Tensor, site: int) -> None:
         if self._observers:
             self._observed(Kind.BROADCAST, site, x, x.nbytes, lambda: self._broadcast(x))
         else:
             self._broadcast(x)
 
     def _observed(
-        self, kind: Kind, site: Site, x: torch.Tensor, nbytes: int, run: Callable[[], None]
+        self, kind: Kind, site: int, x: torch.Tensor, nbytes: int, run: Callable[[], None]
     ) -> None:
         dtype = str(x.dtype).removeprefix("torch.")
         collective = Collective(
-            self._step, self._ordinal, kind, site, nbytes, dtype, self.world, self.rank, self.path
+            self._step,
+            self._ordinal,
+            kind,
+            Site(site),
+            nbytes,
+            dtype,
+            self.world,
+            self.rank,
+            self.path,
         )
         self._ordinal += 1
         for observer in self._observers:

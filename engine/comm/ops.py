@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.comm.types import Site
-
 if TYPE_CHECKING:
     from engine.comm.base import Communicator
 
@@ -40,15 +38,15 @@ def unregister(key: int) -> None:
 
 
 def _all_reduce(x: torch.Tensor, comm: int, site: int) -> None:
-    _registry[comm].run_all_reduce(x, Site(site))
+    _registry[comm].run_all_reduce(x, site)
 
 
 def _gather(x: torch.Tensor, out: torch.Tensor, comm: int, site: int) -> None:
-    _registry[comm].run_gather(x, out, Site(site))
+    _registry[comm].run_gather(x, out, site)
 
 
 def _broadcast(x: torch.Tensor, comm: int, site: int) -> None:
-    _registry[comm].run_broadcast(x, Site(site))
+    _registry[comm].run_broadcast(x, site)
 
 
 for _name, _body in (("all_reduce", _all_reduce), ("gather", _gather), ("broadcast", _broadcast)):

@@ -155,7 +155,7 @@ class Qwen3DecoderLayer(nn.Module):
             x, residual = self.input_layernorm(x, residual)
         partial = self.self_attn(x, rotary, k_cache, v_cache, batch)
         x, residual = self.comm.reduce_add_norm(
-            partial, residual, self.post_attention_layernorm, Site.ATTN_O_PROJ
+            partial, residual, self.post_attention_layernorm, self.self_attn.o_proj.site
         )
         return self.mlp(x), residual
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.attention import Attention, resolve_backend
+from engine.attention import Attention
 from engine.batch import ForwardBatch
-from engine.errors import ConfigError
 from engine.kernels.store_kv import store_kv
 from tests.support.batches import Rows, build_batch
 
@@ -187,9 +186,3 @@ def test_operator_mutates_what_its_schema_says() -> None:
         args,
         test_utils=("test_schema", "test_faketensor"),
     )
-
-
-def test_backends_by_name() -> None:
-    assert resolve_backend("auto") == resolve_backend("sdpa") == "sdpa"
-    with pytest.raises(ConfigError, match="attention='flash9'"):
-        resolve_backend("flash9")

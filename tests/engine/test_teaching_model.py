@@ -1,4 +1,4 @@
-"""The teaching model of the seed documents: its shapes and shards over two ranks, number by number.
+"""A model small enough to check by hand: its shapes and shards over two ranks, number by number.
 
 TP = 2, V = 32, H = 8, 4 query heads, 2 K/V heads, D = 2, I = 16, T = 5 packed tokens.
 """
@@ -45,7 +45,7 @@ class Recording:
     """What one rank computed and said while the five tokens went through the model once."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.model = model = Qwen3ForCausalLM(SHAPE, comm, "auto", 64, torch.float32, "cpu")
+        self.model = model = Qwen3ForCausalLM(SHAPE, comm, "sdpa", 64, torch.float32, "cpu")
         load_weights(model, "", load_format="dummy", seed=3)
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}

@@ -25,7 +25,7 @@ IDS = [3, 96, 0, 41, 17]
 
 
 def nan_model(path: Path, comm: Communicator, dtype: torch.dtype = torch.float32) -> Any:
-    model = Qwen3ForCausalLM(ModelShape.from_hf(path), comm, "auto", 64, dtype, "cpu")
+    model = Qwen3ForCausalLM(ModelShape.from_hf(path), comm, "sdpa", 64, dtype, "cpu")
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     return model

@@ -46,10 +46,9 @@ def test_replay_equals_eager_on_the_same_padded_batch(
     replayed.close()
 
     def padded_eager(runner: Runner, plan: Any) -> torch.Tensor:
-        batch, rows = runner._buffers.fill(plan, 8)
+        runner._buffers.load(plan, 8)
+        batch, rows = runner._buffers.views(8, 8, (8, 1, 1024, 8), all_greedy=False)
         runner._buffers.fetch_known(batch.input_ids, 8)
-        meta = torch.tensor([8, 1, 1024, 8], dtype=torch.int32)
-        batch.host_meta.copy_(meta)
         found = runner._forward(batch, rows)
         assert found is not None
         return found[: plan.num_seqs]
