@@ -39,6 +39,8 @@ class Rank:
                 comm.attach(self._observers)
                 return None
             case Detach():
+                # A follower returns from a step before its device does.
+                self.runner.synchronize()
                 self.runner.comm.attach(())
                 self.runner.forget_observed_graphs()
                 observers, self._observers = self._observers, []

@@ -189,6 +189,11 @@ class Runner:
         """What capturing each bucket cost, in the order of capture."""
         return [] if self._graphs is None else list(self._graphs.captures)
 
+    def synchronize(self) -> None:
+        """Waits for everything this rank has enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def forget_observed_graphs(self) -> None:
         """Drops graphs that were captured with observers inside."""
         if self._graphs is not None:
