@@ -74,6 +74,17 @@ def test_mixed_steps_match_over_ranks(checkpoints: Checkpoints, variant: str, tp
     assert_like_transformers(path, random_ids(97), schedule=staggered, tp=tp)
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_prompts_round_a_page_boundary_match(checkpoints: Checkpoints, page_size: int) -> None:
+    path = checkpoints(attention_bias=True)
+    rng = random.Random(2)
+    lengths = [page_size - 1, page_size, page_size + 1, 2 * page_size]
+    sequences = [[rng.randrange(97) for _ in range(n)] for n in lengths]
+    ours = logits_of(path, sequences, whole(lengths), page_size=page_size)
+    for ids, logits in zip(sequences, ours, strict=True):
+        assert (logits - reference_logits(path, ids)).abs().max() < TOLERANCE
+
+
 def test_chunk_ends_at_every_position(checkpoints: Checkpoints) -> None:
     path = checkpoints()
     ids = random_ids(97)[2]

@@ -151,6 +151,21 @@ def test_an_interrupted_call_leaves_the_engine_usable(two_ranks: LLM) -> None:
     assert_greedy(two_ranks)
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"tied": True, "attention_bias": True},
+        {"num_kv_heads": 4, "max_shard_size": "8KB"},
+        {"tied": True, "num_kv_heads": 1},
+    ],
+)
+def test_tokens_of_other_checkpoints_are_transformers(
+    checkpoints: Checkpoints, variant: dict[str, Any]
+) -> None:
+    with engine(checkpoints(**variant)) as llm:
+        assert_greedy(llm)
+
+
 def test_four_ranks_replicate_two_kv_heads(checkpoints: Checkpoints) -> None:
     with engine(checkpoints(attention_bias=True), tp=4) as llm:
         assert_greedy(llm)
