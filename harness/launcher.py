@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from harness import config
+from harness import config, resolvers
 from harness.config import SettingsError
 
 Handler = Callable[[list[dict[str, Any]]], int]
@@ -76,6 +76,7 @@ def compose(
         HydraException, OmegaConfBaseException: an unknown key, file or type, wherever it stands.
         SettingsError: a folder that does not exist, a Hydra plugin that would have no effect.
     """
+    resolvers.register()
     words = [_quote_arrivals(word) for word in overrides]
     if config_dir is not None:
         if not config_dir.is_dir():

@@ -1,0 +1,34 @@
+"""What an experiment's machine-dependent values become."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness import resolvers
+
+
+@pytest.mark.parametrize(
+    ("gpus", "prompt", "batches", "tp"),
+    [
+        (0, 16, "1,4,16", "1,2"),
+        (1, 128, "1,8,32", "1"),
+        (2, 128, "1,8,32", "1,2"),
+        (6, 128, "1,8,32", "1,2,4"),
+        (16, 128, "1,8,32", "1,2,4,8"),
+    ],
+)
+def test_values_follow_the_gpus(gpus: int, prompt: int, batches: str, tp: str) -> None:
+    resolvers.register(gpus=gpus)
+    cfg = OmegaConf.create(
+        {
+            "prompt": "${on_gpu:128,16}",
+            "batch": '${on_gpu:"1,8,32","1,4,16"}',
+            "tp": "${tp_sizes:}",
+        }
+    )
+    assert OmegaConf.to_container(cfg, resolve=True) == {
+        "prompt": prompt,
+        "batch": batches,
+        "tp": tp,
+    }
