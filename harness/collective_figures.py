@@ -167,26 +167,28 @@ def _shares(rows: FigureRows, joined: Joined, clean: StepTimes | None, pass_name
 
 
 def instrument_cost(
-    rows: FigureRows, joined: Joined, clean: StepTimes | None, pass_name: str
+    rows: FigureRows, joined: Joined, times: StepTimes, clean: StepTimes | None
 ) -> None:
     """What the instruments of a pass add to a step: medians of the slowest rank's step with and
-    without them."""
+    without them. `times` are of the pass's steps, between the same two points as those of `clean`:
+    on a CPU the engine's step log has both, on a GPU the step's stamps."""
     counts = per_step(joined, np.ones(len(joined.rows)), np.ones(len(joined.rows), bool))
     for code, phase in enumerate(PHASES):
-        steps = joined.steps["phase"] == code
+        each = counts[joined.steps["phase"] == code]
+        timed = times.of(code).max(axis=1, initial=-np.inf)
         plain = np.zeros(0) if clean is None else clean.of(code).max(axis=1, initial=-np.inf)
-        where = _where(joined, pass_name, phase=phase)
-        n = int(steps.sum())
-        if n == 0 or len(plain) == 0:
+        where = _where(joined, times.pass_name, phase=phase)
+        n = len(timed)
+        if not (n and len(each) and len(plain)):
             reason = NO_STEP if clean is not None else NO_CLEAN
             for name in ("instrument_us", "instrument_share"):
                 rows.add(name, None, n=n, reason=reason, **where)
             continue
         base = float(np.median(plain))
-        extra = float(np.median(joined.step_us[steps].max(axis=1))) - base
+        extra = float(np.median(timed)) - base
         rows.add("instrument_share", extra / base, n=n, **where)
-        each = float(np.median(counts[steps]))
-        if each == 0:
+        count = float(np.median(each))
+        if count == 0:
             rows.add("instrument_us", None, n=n, reason=SOLO, **where)
         else:
-            rows.add("instrument_us", extra / each, n=n, **where)
+            rows.add("instrument_us", extra / count, n=n, **where)

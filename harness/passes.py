@@ -86,6 +86,13 @@ class Passes:
         found = self.joined(pass_plan.STEP)
         return None if found is None else StepTimes.of_joined(found[1], pass_plan.STEP)
 
+    def step_times(self, name: str, joined: Joined) -> StepTimes:
+        """Times of the steps of a pass, of which `joined` may be a part, taken as `clean` takes its
+        own: an observer's pair on a CPU lies inside the step log's, and is not comparable."""
+        if self.backend.effective.get("device") == "cuda":
+            return StepTimes.of_joined(joined, name)
+        return StepTimes.of_windows([t.window for t in self.timed if t.name == name])
+
     def run(self) -> tuple[str, str | None]:
         """-> (status, reason); raises where there is nothing to report but the failure."""
         from harness import workload

@@ -211,7 +211,7 @@ class _Rows:
         name, joined = found
         if name == pass_plan.GRAPH:
             joined = joined.timed()
-        instrument_cost(rows, joined, passes.clean, name)
+        instrument_cost(rows, joined, passes.step_times(name, joined), passes.clean)
 
 
 def _effective(backend: Backend) -> dict[str, Any] | None:

@@ -33,12 +33,13 @@ class StepTimes:
 
     @classmethod
     def of_windows(cls, windows: Sequence[Window]) -> StepTimes:
-        """The ranks' own clocks in the plain pass; true where a forward is synchronous (CPU)."""
+        """The ranks' own clocks in windows of one pass; true where a forward is synchronous
+        (CPU)."""
         return cls(
             np.concatenate([w.steps[0]["phase"] for w in windows]),
             np.concatenate([w.step_us() for w in windows]),
             "host",
-            "plain",
+            windows[0].pass_name,
         )
 
     @classmethod

@@ -102,6 +102,26 @@ def test_known_delays_give_exact_figures(tmp_path: Path) -> None:
     assert set(reasons) == {"rooted"}
 
 
+def test_instruments_cost_what_the_engine_log_grew_by(tmp_path: Path) -> None:
+    """Steps of 1000 us in the plain pass and 1070 in the timed one by the engine's own log; the
+    observer's own pair, 900 us, begins later and is no base. Seven collectives a step."""
+    backend = FakeBackend(make_cfg())
+    backend.instrumented_ns = 1_070_000
+
+    def shorter(records: list[Any]) -> list[Any]:
+        for record in records:
+            record.steps["end_ns"] -= 100_000
+        return records
+
+    backend.records = shorter
+    _, results, _ = measure(tmp_path, backend)
+    for phase in ("prefill", "decode"):
+        share = figure(results, "instrument_share", "value", phase=phase)
+        assert share == pytest.approx(0.07)
+        assert figure(results, "instrument_us", "value", phase=phase) == pytest.approx(10.0)
+    assert figure(results, "step_us", "p50", phase="decode", ranks="max") == 1000.0
+
+
 def test_rates_and_latencies_of_the_plain_pass(tmp_path: Path) -> None:
     _, results, _ = measure(tmp_path)
     assert figure(results, "step_us", "p50", phase="decode", ranks="max") == 1000.0

@@ -14,13 +14,9 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from engine.request import FinishReason, RequestOutput
 from engine.shape import ModelShape
+from engine.steplog import STEP_DTYPE as ENGINE_STEPS
 from harness.records import COLLECTIVE_DTYPE, STEP_DTYPE, RankRecord
 
-ENGINE_STEPS = np.dtype(
-    [("step", "i8"), ("phase", "u1"), ("batch", "i4"), ("tokens", "i4"), ("bucket", "i4"),
-     ("samples", "i4"), ("begin_ns", "i8"), ("end_ns", "i8"), ("wall_begin_ns", "i8"),
-     ("wall_end_ns", "i8")]
-)  # fmt: skip
 PREFILL, DECODE = 0, 1
 
 SHAPE = ModelShape(
@@ -82,7 +78,8 @@ class FakeBackend:
 
     Attributes to set before a point: `short` (tokens withheld from request 0), `grow` (what the
     counters grow by at each call), `records` (edits the records before they are handed over),
-    `fail` (raised by generate), `effective`.
+    `fail` (raised by generate), `effective`, `instrumented_ns` (what a step takes in the engine's
+    log while observers are attached).
     """
 
     name = "fake"
@@ -91,6 +88,7 @@ class FakeBackend:
                  step_ns: int = 1_000_000) -> None:  # fmt: skip
         self.tp, self.batch = cfg["tp"], cfg["batch"]
         self.transfer_ns, self.wait_ns, self.step_ns = transfer_ns, wait_ns, step_ns
+        self.instrumented_ns = step_ns
         self.shape = SHAPE
         self.points_served = 0
         self.startup = {"spawn_s": 0.5, "load_s": 0.25, "compile_s": None, "total_s": 0.75}
@@ -169,13 +167,20 @@ class FakeBackend:
         self._plan = []
         return [[record] for record in self.records(records)]
 
+    def replays(self, phase: int) -> bool:
+        """Whether steps of the phase are replays of a graph."""
+        return False
+
     def drain_steps(self) -> list[np.ndarray]:
         rows = []
         for phase, tokens, samples in self._plan:
             begin = self._step * 2 * self.step_ns
-            end = begin + self.step_ns
+            end = begin + (self.instrumented_ns if self._attached else self.step_ns)
             wall = (begin - 1000, end + 1000)
-            rows.append((self._step, phase, samples, tokens, tokens, samples, begin, end, *wall))
+            replayed = self.replays(phase)
+            rows.append(
+                (self._step, phase, samples, tokens, tokens, samples, replayed, begin, end, *wall)
+            )
             self._step += 1
         self._plan = self._plan if self._attached else []
         return [np.array(rows, ENGINE_STEPS) for _ in range(self.tp)]

@@ -74,18 +74,18 @@ class FakeGpuBackend(FakeBackend):
         assert isinstance(factory, Profiler), factory
         return self._profile(rank)
 
-    def _replayed(self, phase: int) -> bool:
+    def replays(self, phase: int) -> bool:
         return phase == DECODE and self.mode.startswith("graph")
 
     def _record(self, rank: int, timed: bool, backlog: bool) -> RankRecord:
         plan = [
-            (phase, 2 * tokens if self._replayed(phase) else tokens, samples)
+            (phase, 2 * tokens if self.replays(phase) else tokens, samples)
             for _, phase, tokens, samples in self._since
         ]
         record = host_records(self.tp, plan)[rank]
         steps, rows = record.steps, record.collectives
         numbers = np.array([step for step, *_ in self._since])
-        replayed = np.array([self._replayed(phase) for _, phase, _, _ in self._since])
+        replayed = np.array([self.replays(phase) for _, phase, _, _ in self._since])
         steps["tokens"][replayed] //= 2
         steps["mode"] = replayed
         steps["end_ns"] = steps["begin_ns"] + (TIMED_NS if timed and self.tp > 1 else CLEAN_NS)
