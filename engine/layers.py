@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels import runs_triton
 from engine.weights import CheckpointTensor, whole
 
 
@@ -42,6 +43,12 @@ class RMSNorm(nn.Module):
         sum in x's dtype. The normalised value is rounded to x's dtype before the weight multiplies
         it, as in transformers.
         """
+        if runs_triton(x):
+            from engine.kernels.layers_triton import add_rms_norm_triton, rms_norm_triton
+
+            if residual is None:
+                return rms_norm_triton(x, self.weight, self.eps)
+            return add_rms_norm_triton(x, residual, self.weight, self.eps)
         if residual is None:
             return self._normed(x.float()).to(x.dtype) * self.weight
         total = x.float() + residual.float()
@@ -77,6 +84,10 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Rotates pair (i, i + D/2) of each head of x [T, h, D] by the angle of its position, in
     float32 (transformers' rotate_half layout); rotary [T, 1, D] comes from RotaryEmbedding."""
+    if runs_triton(x):
+        from engine.kernels.layers_triton import apply_rotary_triton
+
+        return apply_rotary_triton(x, rotary)
     cos, sin = rotary.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -86,5 +97,9 @@ class SiluAndMul(nn.Module):
     """x [T, 2I], gate then up -> silu(gate) * up [T, I]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if runs_triton(x):
+            from engine.kernels.layers_triton import silu_and_mul_triton
+
+            return silu_and_mul_triton(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up

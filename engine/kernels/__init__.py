@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether a layer takes its own kernel: on a GPU, unless torch.compile is tracing, which fuses
+    the plain formula with its neighbours."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
 
 def triton_builds() -> int:
     """Kernels that Triton has built or loaded in this process; one that appears inside a measured

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.store_kv import store_kv
+from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, apply_rotary
 from engine.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -63,3 +64,36 @@ def test_equal_logits_give_the_first_index() -> None:
     zeros = torch.zeros(3, dtype=torch.int64, device="cuda")
     ids = Sampler()(logits, torch.zeros(3, device="cuda"), zeros, zeros)
     assert ids.tolist() == [0, 4097, 151935]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [1024, 4096, 1000])
+def test_norms_are_the_formula(size: int, dtype: torch.dtype) -> None:
+    """CUDA tensors take the kernels, CPU tensors the formula."""
+    torch.manual_seed(0)
+    norm = RMSNorm(size, 1e-6, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        norm.weight.normal_(1.0, 0.3)
+    x, residual = (torch.randn(33, size).to(dtype) for _ in "xr")
+    expected, (added, total) = norm(x), norm(x, residual)
+    norm = norm.cuda()
+    own, (own_added, own_total) = norm(x.cuda()), norm(x.cuda(), residual.cuda())
+    torch.testing.assert_close(own.cpu(), expected)
+    torch.testing.assert_close(own_added.cpu(), added)
+    assert torch.equal(own_total.cpu(), total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_and_activation_are_the_formulas(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(128, 1e-6, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        norm.weight.normal_(1.0, 0.3)
+    q = torch.randn(19, 32 * 128).to(dtype)[:, : 16 * 128].view(19, 16, 128)
+    rotary = RotaryEmbedding(128, 5000, 1e6, "cpu")(torch.arange(4000, 4019))
+    x = torch.randn(19, 2 * 3072).to(dtype)
+    expected = (norm(q), apply_rotary(q, rotary), SiluAndMul()(x))
+    norm = norm.cuda()
+    own = (norm(q.cuda()), apply_rotary(q.cuda(), rotary.cuda()), SiluAndMul()(x.cuda()))
+    for found, wanted in zip(own, expected, strict=True):
+        torch.testing.assert_close(found.cpu(), wanted)

@@ -1,0 +1,92 @@
+"""The Triton kernels under Triton's interpreter, on CPU tensors, against their references.
+
+Run with TRITON_INTERPRET=1 where triton is installed; skipped elsewhere (a GPU runs tests/gpu).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from engine.kernels.store_kv import store_kv
+from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, apply_rotary
+from engine.sampler import Sampler
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs triton and TRITON_INTERPRET=1",
+)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(size, 1e-6, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        norm.weight.normal_(1.0, 0.3)
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [24, 128, 1000])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    from engine.kernels.layers_triton import add_rms_norm_triton, rms_norm_triton
+
+    torch.manual_seed(0)
+    norm = norm_of(size, dtype)
+    x, residual = (torch.randn(5, size).to(dtype) for _ in "xr")
+    torch.testing.assert_close(rms_norm_triton(x, norm.weight, 1e-6), norm(x))
+    own, reference = add_rms_norm_triton(x, residual, norm.weight, 1e-6), norm(x, residual)
+    torch.testing.assert_close(own[0], reference[0])
+    # The interpreter rounds to bf16 toward zero, a GPU to nearest: one place may differ here.
+    torch.testing.assert_close(own[1], reference[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_a_fused_projection(dtype: torch.dtype) -> None:
+    """Q of [T, q|k|v]: rows of heads at a distance, norm then rotation."""
+    from engine.kernels.layers_triton import apply_rotary_triton, rms_norm_triton
+
+    torch.manual_seed(0)
+    norm = norm_of(16, dtype)
+    q = torch.randn(7, 96).to(dtype)[:, :64].view(7, 4, 16)
+    rotary = RotaryEmbedding(16, 50, 1e4, "cpu")(torch.arange(40, 47))
+    torch.testing.assert_close(rms_norm_triton(q, norm.weight, 1e-6), norm(q))
+    torch.testing.assert_close(apply_rotary_triton(q, rotary), apply_rotary(q, rotary))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [40, 1500])
+def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
+    from engine.kernels.layers_triton import silu_and_mul_triton
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * size).to(dtype)
+    torch.testing.assert_close(silu_and_mul_triton(x), SiluAndMul()(x))
+
+
+def test_store_kv() -> None:
+    from engine.kernels.store_kv_triton import store_kv_triton
+
+    torch.manual_seed(0)
+    qkv = torch.randn(6, 8, 24)
+    k, v = qkv[:, 4:6], qkv[:, 6:]
+    slots = torch.tensor([3, 0, 19, 7, 8, 12])
+    own, reference = torch.zeros(2, 5, 4, 2, 24), torch.zeros(2, 5, 4, 2, 24)
+    store_kv_triton(k, v, own[0], own[1], slots)
+    store_kv(k, v, reference[0], reference[1], slots)
+    assert torch.equal(own, reference)
+
+
+@pytest.mark.parametrize("vocab", [97, 2048, 5000])
+def test_sampler(vocab: int) -> None:
+    from engine.kernels.sample_triton import sample_triton
+
+    torch.manual_seed(0)
+    logits = torch.randn(8, vocab) * 3
+    temperatures = torch.tensor([0, 1.0, 0.5, 1e-6, 2, 0.7, 1e-30, 0])
+    seeds, positions = torch.randint(0, 2**62, (8,)), torch.randint(0, 5000, (8,))
+    own = sample_triton(logits, temperatures, seeds, positions)
+    assert torch.equal(own, Sampler()(logits, temperatures, seeds, positions))
