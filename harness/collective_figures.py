@@ -10,7 +10,7 @@ from engine.comm.types import Kind, Site
 from engine.shape import ModelShape
 from harness.attribution import Joined, bandwidth, shares
 from harness.figure_rows import FigureRows
-from harness.records import PHASES
+from harness.records import PHASES, CountRecord
 from harness.step_times import StepTimes
 
 SIZES = 16
@@ -60,19 +60,57 @@ def per_step(joined: Joined, values: np.ndarray, chosen: np.ndarray) -> np.ndarr
     return total
 
 
+def counted_figures(
+    rows: FigureRows, record: CountRecord, log: np.ndarray, shape: ModelShape, pass_name: str
+) -> None:
+    """Collectives a step of a pass that counted them and timed none, over the steps of `log` that
+    were no replays: nothing is heard of what a graph repeats."""
+    steps = log[~log["replayed"]]
+    counts = [record.steps[int(number)] for number in steps["step"]]
+
+    def of(kind: Kind, *sites: Site) -> np.ndarray:
+        wanted = [(kind.label, site.label) for site in sites or tuple(Site)]
+        return np.array([sum(c[key][0] for key in wanted if key in c) for c in counts], float)
+
+    per_step = of(Kind.ALL_REDUCE), of(Kind.GATHER), of(Kind.BROADCAST, Site.TOKEN_IDS)
+    _per_step_counts(rows, *per_step, steps["samples"] > 0, record.world, shape, pass_name)
+
+
 def _counts(rows: FigureRows, joined: Joined, shape: ModelShape, pass_name: str) -> None:
     ones = np.ones(len(joined.rows))
-    sampling = joined.steps["samples"] > 0
     token_ids = joined.rows["site"] == Site.TOKEN_IDS
+    _per_step_counts(
+        rows,
+        per_step(joined, ones, joined.is_kind(Kind.ALL_REDUCE)),
+        per_step(joined, ones, joined.is_kind(Kind.GATHER)),
+        per_step(joined, ones, token_ids),
+        joined.steps["samples"] > 0,
+        joined.world,
+        shape,
+        pass_name,
+    )
+
+
+def _per_step_counts(
+    rows: FigureRows,
+    all_reduces: np.ndarray,
+    gathers: np.ndarray,
+    token_ids: np.ndarray,
+    sampling: np.ndarray,
+    world: int,
+    shape: ModelShape,
+    pass_name: str,
+) -> None:
+    """All [S], one value a step."""
     counted = {
-        "all_reduces_per_step": per_step(joined, ones, joined.is_kind(Kind.ALL_REDUCE)),
-        "gathers_per_step": per_step(joined, ones, joined.is_kind(Kind.GATHER))[sampling],
-        "token_ids_per_step": per_step(joined, ones, token_ids),
+        "all_reduces_per_step": all_reduces,
+        "gathers_per_step": gathers[sampling],
+        "token_ids_per_step": token_ids,
     }
     for name, values in counted.items():
         reason = None if len(values) else "no such step in the window"
         rows.summarise(name, values, pass_name=pass_name, source="count", reason=reason)
-    expected = shape.expected_collectives(joined.world, True)
+    expected = shape.expected_collectives(world, True)
     all_reduces = sum(kind == Kind.ALL_REDUCE for kind, _ in expected)
     rows.add("expected_all_reduces_per_step", all_reduces, n=1, pass_name=pass_name, source="model")
 
@@ -91,10 +129,11 @@ def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:
         where = _where(joined, pass_name, **labels(key))
         latency, wait = joined.latency_us[chosen], joined.wait_us[chosen]
         rooted = None if kind == Kind.ALL_REDUCE else "rooted"
-        for ranks, of in (("min", np.min), ("max", np.max)):
+        # The shortest wait is 0 by its definition, which no timer is too coarse for.
+        for ranks, of, wait_tick in (("min", np.min, 0.0), ("max", np.max, tick)):
             rows.summarise("latency_us", of(latency, axis=1), tick=tick, ranks=ranks, **where)
             waits = of(wait, axis=1) if rooted is None else np.zeros(0)
-            rows.summarise("wait_us", waits, tick=tick, ranks=ranks, reason=rooted, **where)
+            rows.summarise("wait_us", waits, tick=wait_tick, ranks=ranks, reason=rooted, **where)
         transfer = joined.transfer_us[chosen] if rooted is None else np.zeros(0)
         rows.summarise("transfer_us", transfer, tick=tick, reason=rooted, **where)
         for name, values in (("algbw_GBps", algbw[chosen]), ("busbw_GBps", busbw[chosen])):

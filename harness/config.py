@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "action": ("run", "list"),
     "compile": ("off", "layer", "model"),
     "attention": ("auto", "flash2", "flash4", "triton", "sdpa"),
     "comm": ("auto", "nccl", "gloo", "symm_mem"),
@@ -21,8 +20,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "timing": ("auto", "stamps", "events", "host"),
     "cache": ("cold", "warm"),
 }
+ENGINE_AXES = ("tp", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
+               "device")  # fmt: skip
+"""Axes that are settings of the engine, under the same names."""
 AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
         "model", "workload")  # fmt: skip
+"""What a point is named by."""
 FIXED_BATCH = ("decode", "prefill")
 """Workloads of `batch` requests; in the others `batch` is how many run at once."""
 _ARRIVALS = re.compile(r"all|trace|poisson\((?P<rate>[0-9.eE+-]+)\)")
@@ -80,7 +83,7 @@ class MeasureConfig:
     min_repeats: int = 3  # measured runs at least
     max_repeats: int = 10  # measured runs at most
     rel_noise: float = 0.05  # stop when std / median of the repeats' tok/s is this small
-    wall_limit_s: float = 30.0  # seconds after which no further repeat begins
+    wall_limit_s: float = 10.0  # seconds after which no further repeat begins
     n_process: int = 1  # fresh engines that measure the same point
     point_timeout_s: float = 600.0  # seconds after which a point ends as timeout
     startup_timeout_s: float = 900.0  # seconds that an engine may take to start
@@ -105,7 +108,6 @@ class BenchConfig:
 
     The comment behind a field, here and above, is its description in docs/config.md."""
 
-    action: str = "run"  # set by the verb of the command line
     experiment: str | None = None  # set by +experiment=NAME; part of the run folder's name
     tp: int = 1  # ranks of the tensor-parallel group
     batch: int = 1  # requests at once
@@ -232,8 +234,8 @@ def _ranges(cfg: dict[str, Any]) -> None:
             "workload.num_requests", "workload.max_tokens_cap", "workload.prompt_cap",
             "engine.max_model_len", "engine.max_num_seqs", "engine.max_num_batched_tokens",
             "engine.num_pages", "engine.threads_per_rank", "measure.min_repeats",
-            "measure.n_process", "measure.backlog_layers"),
-        0: ("workload.temperature", "workload.seed", "engine.seed", "measure.warmup"),
+            "measure.n_process", "measure.backlog_layers", "measure.warmup"),
+        0: ("workload.temperature", "workload.seed", "engine.seed"),
     }  # fmt: skip
     for limit, names in at_least.items():
         for name in names:

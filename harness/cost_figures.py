@@ -9,6 +9,7 @@ import numpy as np
 
 from harness import roofline
 from harness.figure_rows import FigureRows
+from harness.records import ITEM_BYTES
 from harness.step_times import StepTimes
 from harness.window import DECODE
 
@@ -28,7 +29,7 @@ def cost_figures(
 ) -> None:
     """Costs of a decode step of a fixed batch, from the model's shape, and MBU and MFU."""
     work, effective, shape = cfg["workload"], backend.effective, backend.shape
-    itemsize = roofline.ITEM_BYTES[str(effective["dtype"])]
+    itemsize = ITEM_BYTES[str(effective["dtype"])]
     where: dict[str, Any] = {"pass_name": "plain", "source": "model", "phase": "decode"}
     cost = None
     if work["kind"] in ("decode", "prefill"):

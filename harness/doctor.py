@@ -11,7 +11,7 @@ from harness.config import CHOICES
 from harness.machine import Machine, skip_reason
 
 OPTIONAL = {
-    "triton": "attention=triton and compile on a GPU: pip install triton",
+    "triton": "timing=stamps and compile on a GPU: pip install triton",
     "flash_attn": "attention=flash2: pip install flash-attn (NVIDIA GPU)",
     "nvtx": "NVTX ranges: pip install nvtx",
     "nccl": "TP over GPUs: comes with a CUDA build of torch",

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TOP = ("tp", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype", "device")
-ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefix_cache",
-          "memory_utilization", "threads_per_rank", "seed")  # fmt: skip
+from harness.config import ENGINE_AXES
 
 
 def differences(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> list[str]:
     """`name: asked, runs` for every setting that is not what was asked for. What was left open
     (null or auto) may become anything; one rank needs no path for collectives."""
-    asked: dict[str, Any] = {name: cfg[name] for name in TOP}
-    asked |= {name: cfg["engine"][name] for name in ENGINE}
+    asked: dict[str, Any] = {name: cfg[name] for name in ENGINE_AXES}
+    asked |= cfg["engine"]
     asked["load_format"] = cfg["model"]["load_format"]
     if cfg["tp"] == 1:
         del asked["comm"]

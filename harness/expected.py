@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +10,7 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from engine.shape import ModelShape
 from harness.attribution import AttributionError, Joined
-from harness.records import PHASES
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+from harness.records import ITEM_BYTES, PHASES, CountRecord
 
 
 def expected_bytes(joined: Joined, shape: ModelShape) -> np.ndarray:
@@ -21,7 +20,7 @@ def expected_bytes(joined: Joined, shape: ModelShape) -> np.ndarray:
     the bucket) x vocabulary, padded to a multiple of the ranks.
     """
     names = joined.records[0].dtypes
-    item = np.array([_ITEM_BYTES.get(name, 0) for name in names] or [0])[joined.rows["dtype"]]
+    item = np.array([ITEM_BYTES.get(name, 0) for name in names] or [0])[joined.rows["dtype"]]
     step = joined.steps[joined.step_index]
     vocab = -(-shape.vocab_size // joined.world) * joined.world
     reduce_bytes = step["bucket"].astype(np.int64) * shape.hidden_size * item
@@ -63,6 +62,29 @@ def check_expected(joined: Joined, shape: ModelShape) -> None:
             f"step {row['step']}, ordinal {row['ordinal']}: an all_reduce of {row['bytes']} bytes, "
             f"the step's rows and the model's width make {wanted_bytes[at]}"
         )
+
+
+def check_counts(records: Sequence[CountRecord], log: np.ndarray, shape: ModelShape) -> None:
+    """The same from counts alone, which know neither order nor size, in every step of `log` that
+    was no replay.
+
+    Raises:
+        AttributionError: the first step of the first rank that differs, with both counts.
+    """
+    token_ids = (Kind.BROADCAST.label, Site.TOKEN_IDS.label)
+    for record in records:
+        for step in log[~log["replayed"]]:
+            counted = {key: n for key, (n, _) in record.steps[int(step["step"])].items()}
+            ids = counted.pop(token_ids, 0)
+            sequence = shape.expected_collectives(record.world, step["samples"] > 0)
+            wanted = Counter((kind.label, site.label) for kind, site in sequence)
+            if counted != wanted or ids > (1 if record.world > 1 else 0):
+                found = ", ".join(f"{n} {kind}/{site}" for (kind, site), n in counted.items())
+                raise AttributionError(
+                    f"step {step['step']} ({PHASES[step['phase']]}), rank {record.rank}: "
+                    f"{found or 'no collectives'} and {ids} of token ids counted; a model of "
+                    f"{shape.num_layers} layers at tp={record.world} has {_counts(sequence)}"
+                )
 
 
 def _counts(pairs: Sequence[tuple[int, ...]]) -> str:

@@ -67,7 +67,7 @@ class FigureRows:
         Args:
             reason: why there are no values; needed if and only if `values` is empty.
             tick: resolution of the timer in the figure's unit: a percentile of single values whose
-                magnitude is below two ticks is null.
+                magnitude is below two ticks is null, 0 among them; 0 for what is exact.
         """
         assert (len(values) == 0) == (reason is not None), (name, len(values), reason)
         found = summary(values)
@@ -75,7 +75,7 @@ class FigureRows:
             value, why = found[stat], reason
             if value is None and why is None:
                 why = "one value has no spread"
-            if stat.startswith("p") and value is not None and 0 < abs(value) < 2 * tick:
+            if stat.startswith("p") and value is not None and abs(value) < 2 * tick:
                 value, why = None, f"below two ticks of the timer ({2 * tick:.3g})"
             self.add(
                 name, value, n=len(values), pass_name=pass_name, source=source, stat=stat,

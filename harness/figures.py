@@ -17,7 +17,7 @@ class Figure:
 _FIGURES = """
 output_tok_s      1/s  generated tokens / wall of the measured window
 total_tok_s       1/s  (prompt + generated tokens) / wall of the measured window
-prefill_tok_s     1/s  prompt tokens computed (cache hits excluded) / time in prefill steps
+prefill_tok_s     1/s  prompt tokens computed / time in prefill steps; null after a preemption
 decode_tok_s      1/s  tokens of pure decode steps / their time, measured directly
 tok_s_per_gpu     1/s  output_tok_s / GPUs; null on a CPU
 ttft              s    arrival to first token

@@ -6,8 +6,23 @@ import importlib.metadata
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.shape import ModelShape
+
+
+HEAD_DIM, DTYPE = 128, "bfloat16"
+"""Of every published Qwen3; what `doctor`, which has no model, asks about."""
+
+
+def engine_flash2(page_size: int | None, head_dim: int, dtype: str) -> str | None:
+    """What the engine itself finds."""
+    from engine.resolve import flash2_obstacle
+
+    return flash2_obstacle(page_size, head_dim, dtype)
 
 
 @dataclass(frozen=True)
@@ -18,13 +33,15 @@ class Machine:
         gpus: visible CUDA devices.
         cores: cores that this process may use.
         cxx: path of the C++ compiler that torch.compile would call on a CPU, None without one.
-        packages: versions of the optional packages that are installed (triton, flash-attn, ...).
+        packages: versions of the optional packages that are installed (triton).
+        flash2: (page_size, head_dim, dtype) -> why flash-attn 2 cannot run, None if it can.
     """
 
     gpus: int
     cores: int
     cxx: str | None
     packages: dict[str, str]
+    flash2: Callable[[int | None, int, str], str | None] = engine_flash2
 
     @classmethod
     def probe(cls) -> Machine:
@@ -37,7 +54,7 @@ class Machine:
             gpus=torch.cuda.device_count(),
             cores=cpu_cores(),
             cxx=find_cxx(),
-            packages=installed("triton", "flash-attn", "flash-attn-4"),
+            packages=installed("triton"),
         )
 
     @property
@@ -63,13 +80,16 @@ def installed(*names: str) -> dict[str, str]:
     return found
 
 
-def skip_reason(cfg: dict[str, Any], machine: Machine) -> str | None:
-    """Why a resolved configuration cannot run on this machine; None if it can."""
-    for check in (_device, _graphs, _compile, _attention, _comm, _timing):
+def skip_reason(
+    cfg: dict[str, Any], machine: Machine, shape: ModelShape | None = None
+) -> str | None:
+    """Why a resolved configuration cannot run on this machine with this version of the engine; None
+    if it can. Without a shape the model is taken for one like the published ones."""
+    for check in (_device, _graphs, _compile, _comm, _timing):
         reason = check(cfg, machine)
         if reason is not None:
             return reason
-    return None
+    return _attention(cfg, machine, shape)
 
 
 def _no_gpu(what: str, cfg: dict[str, Any], machine: Machine) -> str | None:
@@ -103,38 +123,44 @@ def _compile(cfg: dict[str, Any], machine: Machine) -> str | None:
     return None
 
 
-def _attention(cfg: dict[str, Any], machine: Machine) -> str | None:
-    from engine.config import ATTENTION_BACKENDS
+def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) -> str | None:
+    from engine.resolve import ATTENTION
 
-    needs = {"flash2": "flash-attn", "flash4": "flash-attn-4", "triton": "triton"}
-    choice = cfg["attention"]
-    if choice in needs:
-        reason = _no_gpu(f"attention={choice} needs", cfg, machine)
-        if reason is None and needs[choice] not in machine.packages:
-            reason = f"attention={choice} needs the package {needs[choice]}; not installed"
-        if reason is not None:
-            return reason
-    return _not_in_engine("attention", choice, ATTENTION_BACKENDS)
+    reason = _not_in_engine("attention", cfg, machine, ATTENTION)
+    if reason is not None or cfg["attention"] != "flash2":
+        return reason
+    dtype = cfg.get("dtype", "auto")
+    if dtype == "auto":
+        dtype = DTYPE if shape is None else shape.dtype
+    head_dim = HEAD_DIM if shape is None else shape.head_dim
+    obstacle = machine.flash2(cfg.get("page_size"), head_dim, dtype)
+    return None if obstacle is None else f"attention=flash2: {obstacle}"
 
 
 def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:
-    from engine.config import COMM_PATHS
+    from engine.resolve import COMM
 
-    choice = cfg["comm"]
-    if choice in ("nccl", "symm_mem"):
-        reason = _no_gpu(f"comm={choice} needs", cfg, machine)
-        if reason is not None:
-            return reason
-    return _not_in_engine("comm", choice, COMM_PATHS)
+    return _not_in_engine("comm", cfg, machine, COMM)
 
 
 def _timing(cfg: dict[str, Any], machine: Machine) -> str | None:
-    if cfg["timing"] in ("auto", "host"):
+    timing = cfg["timing"]
+    if timing in ("auto", "host") or "collectives" not in cfg.get("instrument", ("collectives",)):
         return None
-    return _no_gpu(f"timing={cfg['timing']} needs", cfg, machine)
+    reason = _no_gpu(f"timing={timing} needs", cfg, machine)
+    if reason is None and "triton" not in machine.packages:
+        reason = f"timing={timing} needs the package triton; not installed"
+    return reason
 
 
-def _not_in_engine(axis: str, choice: str, known: tuple[str, ...]) -> str | None:
-    if choice in known:
+def _not_in_engine(
+    axis: str, cfg: dict[str, Any], machine: Machine, has: dict[str, tuple[str, ...]]
+) -> str | None:
+    """Of an axis whose choices differ by device: `has` is what this version of the engine has."""
+    choice, device = cfg[axis], cfg["device"]
+    if choice == "auto" or choice in has[device]:
         return None
-    return f"{axis}={choice} is not in this version of the engine, which has {', '.join(known)}"
+    if choice in has["cuda"]:
+        return _no_gpu(f"{axis}={choice} needs", cfg, machine)
+    here = f"which has {', '.join(has[device])} on {device}"
+    return f"{axis}={choice} is not in this version of the engine, {here}"

@@ -13,6 +13,14 @@ from harness.window import DECODE, PREFILL, Window
 
 PASS = "plain"
 _NO_STEP = "no such step in the window"
+_NO_REQUEST = {
+    "ttft": "no request has a token",
+    "queue": "no request was in a step",
+    "tpot": "no request has a second token",
+    "itl": "no request has a second token",
+    "e2e": "no request has a token",
+}
+_RECOMPUTED = "preempted requests computed prompt tokens twice"
 
 
 def plain_figures(
@@ -67,7 +75,7 @@ def _rates(rows: FigureRows, windows: Sequence[Window], tp: int, device: str) ->
     of_window: dict[str, Callable[[Window], float | None]] = {
         "output_tok_s": lambda w: w.output_tok_s,
         "total_tok_s": lambda w: (w.prompt_tokens + w.output_tokens) / w.wall_s,
-        "prefill_tok_s": lambda w: rate(w, PREFILL)[0],
+        "prefill_tok_s": lambda w: None if _preempted(w) else rate(w, PREFILL)[0],
         "decode_tok_s": lambda w: rate(w, DECODE)[0],
         "tok_s_per_gpu": lambda w: None if gpus is None else w.output_tok_s / gpus,
     }
@@ -77,12 +85,21 @@ def _rates(rows: FigureRows, windows: Sequence[Window], tp: int, device: str) ->
         values = [read(window) for window in windows]
         for window, value in zip(windows, values, strict=True):
             reason = missing[name] if value is None else None
+            if reason and name == "prefill_tok_s" and _preempted(window):
+                reason = _RECOMPUTED
             rows.add(
                 name, value, n=int(value is not None), pass_name=PASS, repeat=window.repeat,
                 reason=reason,
             )  # fmt: skip
         found = [value for value in values if value is not None]
-        rows.summarise(name, found, pass_name=PASS, reason=None if found else missing[name])
+        why = missing.get(name)
+        if name == "prefill_tok_s" and any(map(_preempted, windows)):
+            why = _RECOMPUTED
+        rows.summarise(name, found, pass_name=PASS, reason=None if found else why)
+
+
+def _preempted(window: Window) -> bool:
+    return window.counters.get("preemptions", 0) > 0
 
 
 def _requests(rows: FigureRows, windows: Sequence[Window]) -> None:
@@ -97,7 +114,7 @@ def _requests(rows: FigureRows, windows: Sequence[Window]) -> None:
     }
     for name, all_values in values.items():
         found = [value for value in all_values if value is not None]
-        reason = None if found else "no request has a second token"
+        reason = None if found else _NO_REQUEST[name]
         rows.summarise(name, found, pass_name=PASS, reason=reason)
 
 

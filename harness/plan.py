@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config import AXES, FIXED_BATCH, SettingsError, validate
+from harness.config import AXES, ENGINE_AXES, FIXED_BATCH, SettingsError, validate
 from harness.fingerprint import digest, file_digest
 from harness.machine import Machine, skip_reason
 
 if TYPE_CHECKING:
     from engine.shape import ModelShape
 
-ENGINE_FIELDS = ("tp", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
-                 "device", "model", "engine", "cache")  # fmt: skip
+ENGINE_FIELDS = (*ENGINE_AXES, "model", "engine", "cache")
 """What an engine is started with. Two points that agree in these share a live engine."""
 MEASURE_FIELDS = ("batch", "workload", "measure", "instrument", "timing")
 
@@ -134,14 +133,15 @@ def build(
 
     points: dict[str, Point] = {}
     for cfg in resolved:
-        identity = models[digest(cfg["model"])].identity
+        model = models[digest(cfg["model"])]
+        identity, shape = model.identity, model.shape
         engine_key = digest([_part(cfg, ENGINE_FIELDS), identity])
         point_id = digest(
             [engine_key, _part(cfg, MEASURE_FIELDS), _trace_identity(cfg), surroundings]
         )
         points.setdefault(
             point_id,
-            Point(point_id, -1, engine_key, axes_of(cfg), cfg, skip_reason(cfg, machine)),
+            Point(point_id, -1, engine_key, axes_of(cfg), cfg, skip_reason(cfg, machine, shape)),
         )
     ordered = tuple(
         replace(point, index=index) for index, point in enumerate(_by_engine(points.values()))

@@ -184,6 +184,10 @@ class _Rows:
         pass_name = pass_plan.HOST if latency is None else latency[0]
         if latency is None:
             collective_figures.without_records(rows, pass_name)
+            for timed in passes.timed:
+                if timed.joined is None and "counts" in timed.results[0]:
+                    counts, log = timed.results[0]["counts"], timed.window.steps[0]
+                    collective_figures.counted_figures(rows, counts, log, shape, timed.name)
         else:
             collective_figures.instrumented_figures(rows, latency[1], clean, shape, pass_name)
             self._instrument_cost(rows)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.config import ENGINE_AXES
+from harness.schema import worst_status
 from harness.store import load
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
-AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
-        "device", "model", "model.path", "model.load_format", "workload", "workload.prompt_tokens",
-        "workload.output_tokens", "workload.arrivals", "timing", "cache")  # fmt: skip
+AXES = ("tp", "batch", *ENGINE_AXES[1:], "model", "model.path", "model.load_format", "workload",
+        "workload.prompt_tokens", "workload.output_tokens", "workload.arrivals", "timing",
+        "cache")  # fmt: skip
+OF_THE_RUN = ("experiment", "results_dir", "resume", "fail_fast")
+"""Settings of a run, not of what is measured."""
 ALWAYS = ("tp", "batch", "enforce_eager", "compile")
 RANKED = ("ok", "contaminated")
 
@@ -43,17 +48,18 @@ NOTED_SHARE = 0.1
 def summary(run_dir: str | Path) -> pd.DataFrame:
     """One row a point, in the order of the run.
 
-    Columns: index, point_id, status, the axes, n_process, repeats, the figures of _FIGURES, spread
-    (standard deviation / median of output_tok_s over all repeats), scaling_efficiency, phase (that
-    the step's figures are of: decode, or prefill where the workload has no pure decode step),
-    reason. A point of several fresh engines has the median of their figures. Points that are not ok
-    have no figures; contaminated ones have, under their status.
+    Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
+    figures of _FIGURES, spread (standard deviation / median of output_tok_s over all repeats),
+    scaling_efficiency, phase (that the step's figures are of: decode, or prefill where the workload
+    has no pure decode step), reason. A point of several fresh engines has the median of their
+    figures. Points that are not ok have no figures; contaminated ones have, under their status.
     """
     import pandas as pd
 
     results = load(run_dir)
     points = results.table(
-        "points", ["point_id", "process", "repeat", "index", "status", "reason", *AXES]
+        "points",
+        ["point_id", "process", "repeat", "index", "status", "reason", "requested", *AXES],
     )
     metrics = results.table(
         "metrics", ["point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks"]
@@ -61,25 +67,42 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     of_point = {str(k): group for k, group in metrics.groupby("point_id", sort=False)}
     rows = []
     for point_id, group in points.groupby("point_id", sort=False):
-        worst = group.assign(bad=group["status"] != "ok").sort_values("bad", ascending=False)
-        first = worst.iloc[0]
+        first = group[group["status"] == worst_status(group["status"])].iloc[0]
         row: dict[str, Any] = {"index": first["index"], "point_id": point_id}
-        row |= {name: first[name] for name in ("status", *AXES)}
+        row["settings"] = settings(str(first["requested"]))
+        row |= row["settings"] | {name: first[name] for name in ("status", *AXES)}
         row["n_process"] = int(group["process"].nunique())
         row["repeats"] = len(group) if first["status"] in RANKED else 0
         measured = of_point.get(str(point_id)) if first["status"] in RANKED else None
         row |= _figures(measured)
         row["reason"] = first["reason"]
         rows.append(row)
-    frame = pd.DataFrame(rows, columns=_columns())
-    frame = frame.sort_values("index", kind="stable").reset_index(drop=True)
-    frame["scaling_efficiency"] = scaling_efficiency(frame)
-    return frame
-
-
-def _columns() -> list[str]:
+    rows.sort(key=lambda row: int(row["index"]))
+    asked = [row["settings"] for row in rows]
+    for row, efficiency in zip(rows, scaling_efficiency(rows), strict=True):
+        row["scaling_efficiency"] = efficiency
     figures = [*_FIGURES, "spread", "scaling_efficiency", "phase"]
-    return ["index", "point_id", "status", *AXES, "n_process", "repeats", *figures, "reason"]
+    names = ["index", "point_id", "status", *AXES, *_further(asked), "n_process", "repeats"]
+    return pd.DataFrame(rows, columns=[*names, *figures, "reason"])
+
+
+def settings(requested: str) -> dict[str, Any]:
+    """Every setting of a stored configuration that says what is measured, by its dotted name;
+    model, workload and measure are called by their names, as in the table of points."""
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(requested).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name not in OF_THE_RUN:
+            flat[name] = ",".join(value) if isinstance(value, list) else value
+    short = {"model.name": "model", "workload.kind": "workload", "measure.name": "measure"}
+    return {short.get(name, name): value for name, value in flat.items()}
+
+
+def _further(asked: list[dict[str, Any]]) -> list[str]:
+    """Settings that vary over the points and are not among AXES."""
+    names = dict.fromkeys(name for one in asked for name in one)
+    return [n for n in names if n not in AXES and len({repr(one.get(n)) for one in asked}) > 1]
 
 
 def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
@@ -104,22 +127,24 @@ def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
     return found
 
 
-def scaling_efficiency(frame: pd.DataFrame) -> list[float | None]:
-    """output_tok_s(tp) / (tp x output_tok_s(1)) with the point of tp=1 that has all other axes
-    equal; None where there is no such point that is ok, or this one is not."""
-    others = [axis for axis in AXES if axis not in ("tp", "comm")]  # one rank has no collectives
-    keys = frame[others].astype(object).where(frame[others].notna(), None)
-    keyed = [tuple(row) for row in keys.itertuples(index=False)]
-    good = (frame["status"] == "ok").tolist()
-    rates, tps = frame["output_tok_s"].tolist(), frame["tp"].tolist()
+def scaling_efficiency(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """output_tok_s(tp) / (tp x output_tok_s(1)) with the point of tp=1 whose settings are all
+    equal but for tp and comm (one rank has no collectives); None where there is no such point that
+    is ok, or this one is not. `rows` have status, output_tok_s, tp and settings."""
+    keys = [
+        json.dumps({k: v for k, v in row["settings"].items() if k not in ("tp", "comm")})
+        for row in rows
+    ]
     single = {
-        key: rate
-        for key, rate, tp, ok in zip(keyed, rates, tps, good, strict=True)
-        if ok and tp == 1
+        key: float(row["output_tok_s"])
+        for key, row in zip(keys, rows, strict=True)
+        if row["status"] == "ok" and row["tp"] == 1
     }
     return [
-        float(rate) / (int(tp) * float(single[key])) if ok and key in single else None
-        for key, rate, tp, ok in zip(keyed, rates, tps, good, strict=True)
+        float(row["output_tok_s"]) / (int(row["tp"]) * single[key])
+        if row["status"] == "ok" and key in single
+        else None
+        for key, row in zip(keys, rows, strict=True)
     ]
 
 
@@ -148,7 +173,9 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     figures; `-` is a missing figure."""
     import pandas as pd
 
-    varying = [a for a in AXES if a in ALWAYS or len(set(map(str, frame[a]))) > 1]
+    further = list(frame.columns[frame.columns.get_loc("cache") + 1 :])
+    further = further[: further.index("n_process")]
+    varying = [a for a in AXES if a in ALWAYS or len(set(map(str, frame[a]))) > 1] + further
     same = [a for a in AXES if a not in varying and len(frame) and pd.notna(frame[a].iloc[0])]
     printed = list(_PRINTED)
     if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
@@ -214,8 +241,3 @@ def print_summary(run_dir: str | Path, console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table, highlight=False)
-
-
-def figures() -> Iterable[str]:
-    """Names of the summary's figures, in order."""
-    return tuple(_FIGURES)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from engine.shape import ModelShape
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class StepCost:

@@ -25,6 +25,7 @@ from typing import Any
 
 from harness.config import SettingsError
 from harness.plan import Plan, Point
+from harness.schema import worst_status
 
 KEPT = ("ok", "skipped", "contaminated")
 """Statuses that a continued run does not measure again."""
@@ -102,13 +103,12 @@ class RunFolder:
 
     def counts(self) -> dict[str, int]:
         """Points by status, all processes of a point counted once with their worst status."""
-        worst = {status: rank for rank, status in enumerate((*KEPT, *FAILED))}
         found: dict[str, str] = {}
         for path in sorted((self.path / "points").glob("[!.]*")):
             marker = read_marker(path)
             if marker is not None:
                 before = found.get(marker.point_id, marker.status)
-                found[marker.point_id] = max(before, marker.status, key=lambda s: worst.get(s, 0))
+                found[marker.point_id] = worst_status((before, marker.status))
         return dict(Counter(found.values()))
 
     def mark_finished(self) -> None:

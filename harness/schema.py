@@ -6,11 +6,18 @@ two cannot differ. A change that a reader of old files would notice raises SCHEM
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 SCHEMA_VERSION = 1
 
-STATUSES = ("ok", "oom", "timeout", "error", "skipped", "contaminated", "predicted")
+STATUSES = ("ok", "predicted", "skipped", "contaminated", "error", "oom", "timeout")
+"""From the best to the worst."""
+
+
+def worst_status(statuses: Iterable[str]) -> str:
+    """That of a point whose fresh engines ended in different ways."""
+    return max(statuses, key=STATUSES.index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness import schema
+from harness.config import ENGINE_AXES
 from harness.records import PHASES
 from harness.store import TableData, jsonable
 
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
     from harness.plan import Point
     from harness.window import Window
 
-AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
-        "device", "timing", "cache")  # fmt: skip
-EFFECTIVE = ("tp", "enforce_eager", "compile", "mode", "attention", "comm", "page_size", "dtype",
-             "device", "load_format", "num_pages", "max_model_len",
-             "threads_per_rank")  # fmt: skip
+EFFECTIVE = (*ENGINE_AXES, "mode", "load_format", "num_pages", "max_model_len", "threads_per_rank")
 VERSIONS = ("python", "torch", "triton", "nccl", "flash_attn", "transformers")
 
 
@@ -47,7 +44,7 @@ def point_columns(
     """What every row of `points` says of its point, whatever became of it."""
     cfg, work, model = point.cfg, point.cfg["workload"], point.cfg["model"]
     row: dict[str, Any] = {"run_id": run_id, "point_id": point.point_id, "index": point.index}
-    row |= {name: cfg[name] for name in AXES}
+    row |= {name: cfg[name] for name in (*ENGINE_AXES, "batch", "timing", "cache")}
     row |= {
         "experiment": cfg["experiment"],
         "model": model["name"],
@@ -105,7 +102,7 @@ def steps(
     """The step logs of all windows and ranks.
 
     Args:
-        mode: of the engine; decode steps alone are replays.
+        mode: of the engine; a step that was no replay ran as the rest of it says.
         timed: on a GPU, passes whose steps have device times. There the log's own clock saw the
             host enqueue, and is no time of a step. None: on a CPU the forward is synchronous, so
             that the rank's clock gives its time.
@@ -123,8 +120,7 @@ def steps(
             for name in ("step", "batch", "tokens", "bucket", "samples", "begin_ns"):
                 put(name, rows[name].astype(np.int64))
             put("phase", np.array(PHASES, object)[rows["phase"]])
-            replays = PHASES.index("decode") == rows["phase"]
-            put("mode", np.where(replays, mode, launched).astype(object))
+            put("mode", np.where(rows["replayed"], mode, launched).astype(object))
             own = (rows["end_ns"] - rows["begin_ns"]) / 1e3
             put("device_us", own if timed is None else _device_us(rows["step"], joined, rank))
             wall_us = (rows["wall_end_ns"] - rows["wall_begin_ns"]) / 1e3

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.config import ENGINE_AXES
 from harness.models import resolve_model
 
 if TYPE_CHECKING:
@@ -27,19 +28,7 @@ def engine_config(cfg: dict[str, Any], cache_dir: str | Path | None) -> EngineCo
     """
     from engine.config import EngineConfig
 
-    options = {
-        name: cfg[name]
-        for name in (
-            "tp",
-            "enforce_eager",
-            "compile",
-            "attention",
-            "comm",
-            "page_size",
-            "dtype",
-            "device",
-        )
-    }
+    options = {name: cfg[name] for name in ENGINE_AXES}
     options |= {name: value for name, value in cfg["engine"].items() if value is not None}
     if "max_num_seqs" not in options:
         options["max_num_seqs"] = cfg["batch"]

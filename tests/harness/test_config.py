@@ -103,7 +103,7 @@ def test_groups_preset_the_axes() -> None:
     assert (nano["batch"], nano["workload"]["num_requests"]) == (256, 256)
     assert (nano["workload"]["temperature"], nano["engine"]["max_model_len"]) == (0.6, 4096)
     (named,) = composed("model=qwen3-8b")
-    assert named["model"] == {"name": "qwen3-8b", "path": None, "load_format": "dummy"}
+    assert named["model"] == {"name": "qwen3-8b", "path": None, "load_format": "auto"}
 
 
 def test_instruments_are_a_list() -> None:
@@ -227,6 +227,7 @@ WRONG_VALUES = [
         "workload.arrivals=trace: nano_vllm has no arrival times; use workload=trace",
     ),
     ({"measure__max_repeats": 2}, "measure.max_repeats=2: must be at least measure.min_repeats=3"),
+    ({"measure__warmup": 0}, "measure.warmup=0: give at least 1"),
     ({"measure__rel_noise": 0.0}, "measure.rel_noise=0.0: give a value above 0"),
     ({"measure__point_timeout_s": 0}, "measure.point_timeout_s=0: give a value above 0"),
     ({"engine__memory_utilization": 1.5}, r"engine.memory_utilization=1.5: give a value in \(0, 1"),

@@ -11,15 +11,29 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from harness.config import AXES, SettingsError
+from harness.__main__ import conf_folder
+from harness.config import AXES, SettingsError, register
 from harness.fingerprint import checkpoint
+from harness.launcher import compose
 from harness.machine import Machine, skip_reason
 from harness.plan import resolve
 from tests.support.plans import CPU, SURROUNDINGS, config, plan, sweep
 
 AXIS_LISTS = {"tp": [1, 2], "batch": [1, 4, 16], "compile": ["off", "model"]}
 TP_SWEEP = {**AXIS_LISTS, "enforce_eager": [True, False]}
-GPUS = Machine(gpus=4, cores=32, cxx=None, packages={"triton": "3.6", "flash-attn": "2.8"})
+
+
+def flash2(page_size: int | None, head_dim: int, dtype: str) -> str | None:
+    """A machine whose flash-attn takes pages of 256 tokens and no float32."""
+    if dtype == "float32":
+        return NO_FLOAT
+    return f"page_size={page_size}" if (page_size or 256) % 256 else None
+
+
+GPUS = Machine(gpus=4, cores=32, cxx=None, packages={"triton": "3.6"}, flash2=flash2)
+NO_FLASH = Machine(gpus=4, cores=32, cxx=None, packages={}, flash2=lambda *_: "not installed")
+NO_FLOAT = "it has no float32 kernels"
+OTHERS = "is not in this version of the engine, which has"
 
 
 def engine_runs(points: Any) -> list[str]:
@@ -84,7 +98,6 @@ NO_OTHER_POINT = {
     "results_dir": "elsewhere",
     "resume": "never",
     "fail_fast": True,
-    "action": "list",
 }
 
 
@@ -164,7 +177,7 @@ SKIPPED = [
     (CPU, {"tp": 8}, None),
     (CPU, {"attention": "sdpa", "comm": "gloo"}, None),
     (CPU, {"attention": "flash2"}, "attention=flash2 needs a CUDA device; none visible"),
-    (CPU, {"attention": "triton"}, "attention=triton needs a CUDA device; none visible"),
+    (CPU, {"attention": "triton"}, f"attention=triton {OTHERS} sdpa on cpu"),
     (CPU, {"comm": "nccl"}, "comm=nccl needs a CUDA device; none visible"),
     (CPU, {"timing": "events"}, "timing=events needs a CUDA device; none visible"),
     (CPU, {"device": "cuda"}, "needs 1 GPU, 0 visible"),
@@ -179,11 +192,17 @@ SKIPPED = [
         {"compile": "model"},
         "compile=model on a GPU needs the package triton; not installed",
     ),
-    (
-        GPUS,
-        {"attention": "flash4"},
-        "attention=flash4 needs the package flash-attn-4; not installed",
-    ),
+    (GPUS, {"attention": "flash2"}, None),
+    (GPUS, {"attention": "flash2", "page_size": 16}, "attention=flash2: page_size=16"),
+    (GPUS, {"attention": "flash2", "dtype": "float32"}, f"attention=flash2: {NO_FLOAT}"),
+    (NO_FLASH, {"attention": "flash2"}, "attention=flash2: not installed"),
+    (GPUS, {"attention": "flash4"}, f"attention=flash4 {OTHERS} flash2, sdpa on cuda"),
+    (GPUS, {"attention": "triton"}, f"attention=triton {OTHERS} flash2, sdpa on cuda"),
+    (GPUS, {"comm": "symm_mem"}, f"comm=symm_mem {OTHERS} nccl on cuda"),
+    (GPUS, {"comm": "gloo"}, f"comm=gloo {OTHERS} nccl on cuda"),
+    (GPUS, {"comm": "nccl"}, None),
+    (GPUS, {"timing": "events"}, None),
+    (NO_FLASH, {"timing": "stamps"}, "timing=stamps needs the package triton; not installed"),
 ]
 
 
@@ -191,17 +210,16 @@ SKIPPED = [
 def test_what_cannot_run_says_why(
     machine: Machine, settings: dict[str, Any], reason: str | None
 ) -> None:
-    assert skip_reason(resolve(config(**settings), machine), machine) == reason
+    found = skip_reason(resolve(config(**{"timing": "host", **settings}), machine), machine)
+    assert found == reason
 
 
-def test_a_choice_that_the_engine_has_not_got_yet_is_skipped_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("engine.config.ATTENTION_BACKENDS", ("auto", "sdpa"))
-    cfg = resolve(config(attention="flash2"), GPUS)
-    assert skip_reason(cfg, GPUS) == (
-        "attention=flash2 is not in this version of the engine, which has auto, sdpa"
+def test_flash2_is_asked_about_the_models_own_shape() -> None:
+    assert plan([config(attention="flash2", dtype="auto")], GPUS).points[0].skip == (
+        "attention=flash2: it has no float32 kernels"  # SHAPE's weights are float32
     )
+    points = plan([config(attention="flash2", dtype="bfloat16")], GPUS).points
+    assert points[0].skip is None
 
 
 def test_a_tp_size_that_the_model_cannot_take_is_an_error_and_no_skipped_row() -> None:
@@ -241,6 +259,17 @@ def test_a_path_names_the_model_and_keeps_its_weights(tmp_path: Path) -> None:
     assert model == {"name": "My-Qwen", "path": str(folder), "load_format": "auto"}
     hub = resolve(config(model__path="Qwen/Qwen3-0.6B"), CPU)["model"]
     assert hub == {"name": "Qwen3-0.6B", "path": "Qwen/Qwen3-0.6B", "load_format": "auto"}
+
+
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+def test_a_path_beside_a_published_size_means_real_weights(size: str, tmp_path: Path) -> None:
+    register()
+    (tmp_path / "weights").mkdir()
+    choice = f"model=qwen3-{size}"
+    (cfg,) = compose([choice, f"model.path={tmp_path / 'weights'}"], conf_folder())
+    assert resolve(cfg, CPU)["model"]["load_format"] == "auto"
+    (cfg,) = compose([choice], conf_folder())
+    assert resolve(cfg, CPU)["model"]["load_format"] == "dummy"
 
 
 def test_planning_leaves_the_given_configurations_as_they_were() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,19 @@ import pandas as pd
 import pytest
 
 from engine.errors import EngineDeadError
+from engine.steplog import STEP_DTYPE as ENGINE_STEPS
+from harness import tables
 from harness.failures import classify
+from harness.figure_rows import FigureRows
+from harness.metrics import plain_figures
 from harness.passes import stop
 from harness.point import PointOutcome, measure_point, status_only_tables
+from harness.records import CountRecord
 from harness.store import Results, load, write_point
+from harness.window import Window
 from tests.support.fake_backend import FakeBackend, make_cfg, make_point
+
+NOW = datetime.now(UTC)
 
 
 def measure(
@@ -120,6 +129,74 @@ def test_instruments_cost_what_the_engine_log_grew_by(tmp_path: Path) -> None:
         assert share == pytest.approx(0.07)
         assert figure(results, "instrument_us", "value", phase=phase) == pytest.approx(10.0)
     assert figure(results, "step_us", "p50", phase="decode", ranks="max") == 1000.0
+
+
+def counts(steps_done: int, reduces: int = 5) -> list[CountRecord]:
+    """Of the five steps that ended last: what a model of two layers issues on two ranks."""
+    step = {
+        ("all_reduce", "embed"): [1, 64],
+        ("all_reduce", "attn.o_proj"): [2, 128],
+        ("all_reduce", "mlp.down_proj"): [reduces - 3, 128],
+        ("gather", "lm_head"): [1, 512],
+        ("broadcast", "token_ids"): [1, 16],
+    }
+    numbers = range(steps_done - 5, steps_done)
+    return [CountRecord(rank, 2, {number: dict(step) for number in numbers}) for rank in (0, 1)]
+
+
+def test_counts_alone_give_the_figures_of_counts(tmp_path: Path) -> None:
+    backend = FakeBackend(make_cfg())
+    backend.counted = counts
+    outcome, results, _ = measure(tmp_path, backend, instrument=["counts"])
+    assert outcome.status == "ok"
+    for stat in ("min", "max"):
+        assert figure(results, "all_reduces_per_step", stat) == 5
+        assert figure(results, "gathers_per_step", stat) == 1
+        assert figure(results, "token_ids_per_step", stat) == 1
+    assert figure(results, "expected_all_reduces_per_step", "value") == 5
+    assert figure(results, "latency_us", "p50") is None
+
+
+def test_counts_alone_are_held_against_the_model(tmp_path: Path) -> None:
+    backend = FakeBackend(make_cfg())
+    backend.counted = lambda done: counts(done, reduces=6)
+    outcome, _, _ = measure(tmp_path, backend, instrument=["counts"])
+    assert outcome.status == "error" and outcome.engine_alive
+    assert outcome.reason == (
+        "AttributionError: step 15 (prefill), rank 0: "
+        "1 all_reduce/embed, 2 all_reduce/attn.o_proj, 3 "
+        "all_reduce/mlp.down_proj, 1 gather/lm_head and 1 of token ids counted; a model of 2 "
+        "layers at tp=2 has 1 all_reduce/embed, 2 all_reduce/attn.o_proj, 2 "
+        "all_reduce/mlp.down_proj, 1 gather/lm_head"
+    )
+
+
+def test_prompt_tokens_that_were_computed_twice_make_no_rate(tmp_path: Path) -> None:
+    backend = FakeBackend(make_cfg())
+    backend.grow = {"preemptions": 1}
+    _, results, _ = measure(tmp_path, backend)
+    rows = results.metrics[results.metrics["name"] == "prefill_tok_s"]
+    assert rows["value"].isna().all()
+    assert set(rows["reason"]) == {"preempted requests computed prompt tokens twice"}
+    assert figure(results, "decode_tok_s", "mean") == pytest.approx(2 / 1002e-6)
+
+
+def test_requests_without_a_token_say_what_they_lack(tmp_path: Path) -> None:
+    window = Window("plain", 0, [], (), [np.zeros(0, ENGINE_STEPS)], 0.0, 1.0, NOW, {})
+    rows = FigureRows({"run_id": "r", "point_id": "p", "process": 0})
+    plain_figures(rows, [window], tp=1, device="cpu", clean=None)
+    reasons = {r["name"]: r["reason"] for r in rows.rows if r["stat"] == "p50"}
+    assert reasons["ttft"] == reasons["e2e"] == "no request has a token"
+    assert reasons["queue"] == "no request was in a step"
+    assert reasons["tpot"] == reasons["itl"] == "no request has a second token"
+
+
+def test_a_step_that_was_no_replay_ran_as_the_engine_runs_otherwise() -> None:
+    log = np.zeros(3, ENGINE_STEPS)
+    log["phase"], log["replayed"] = [0, 1, 1], [False, True, False]  # one beyond the buckets
+    window = Window("plain", 0, [], (), [log], 0.0, 1.0, NOW, {})
+    for mode, launched in (("graph", "eager"), ("graph+compiled-model", "compiled-model")):
+        assert tables.steps({}, [window], mode)["mode"].tolist() == [launched, mode, launched]
 
 
 def test_rates_and_latencies_of_the_plain_pass(tmp_path: Path) -> None:

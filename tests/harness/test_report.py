@@ -80,6 +80,32 @@ def test_scaling_efficiency_needs_an_equal_single_rank_that_is_ok(run: Path) -> 
     assert pd.isna(report.summary(run)["scaling_efficiency"][6])
 
 
+def test_scaling_efficiency_pairs_points_that_are_equal_in_every_setting(tmp_path: Path) -> None:
+    points = [(1, 32, 100.0), (2, 32, 150.0), (1, 64, 400.0), (2, 64, 600.0)]
+    run = tmp_path / "run"
+    for index, (tp, out, rate) in enumerate(points):
+        write(run, index, rates=(rate,), tp=tp, workload__output_tokens=out)
+    assert report.summary(run)["scaling_efficiency"].tolist() == [1, 0.75, 1, 0.75]
+    write(run, 4, rates=(90.0,), tp=2, engine__seed=3)
+    write(run, 5, rates=(150.0,), tp=2, workload__output_tokens=32, comm="gloo", resume="never")
+    frame = report.summary(run)
+    assert pd.isna(frame["scaling_efficiency"][4]), "no single rank had this seed"
+    assert frame["scaling_efficiency"][5] == 0.75
+    headings, rows, _ = report.view(frame)
+    assert "resume" not in headings
+    assert [row[headings.index("engine.seed")] for row in rows] == ["0", "0", "0", "0", "3", "0"]
+
+
+@pytest.mark.parametrize("order", [("oom", "error", "ok"), ("ok", "error", "oom")])
+def test_a_point_has_the_worst_status_of_its_engines(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    for process, status in enumerate(order):
+        write(tmp_path / "run", 0, status, process=process, reason=f"why {status}")
+    row = report.summary(tmp_path / "run").iloc[0]
+    assert (row["status"], row["reason"]) == ("oom", "why oom")
+
+
 def test_a_point_of_several_engines_is_one_row(run: Path) -> None:
     for process, rate in ((1, 120.0), (2, 140.0)):
         write(run, 0, rates=(rate,), process=process, tp=1, batch=1)
@@ -147,3 +173,9 @@ def test_a_percentile_below_two_ticks_is_not_given() -> None:
     assert found["p50"] == (None, "below two ticks of the timer (2.05)")
     assert found["p99"] == (pytest.approx(2.49), None)
     assert found["mean"] == (2.0, None)  # the mean of many is finer than a tick
+    rows.rows.clear()
+    rows.summarise("latency_us", [0.0, 0.0], pass_name="host", tick=1.024)
+    assert {r["value"] for r in rows.rows if r["stat"].startswith("p")} == {None}
+    rows.rows.clear()
+    rows.summarise("wait_us", [0.0, 0.0], pass_name="host", ranks="min")
+    assert {r["value"] for r in rows.rows if r["stat"].startswith("p")} == {0.0}

@@ -15,7 +15,7 @@ from engine.comm.types import Kind, Site
 from engine.request import FinishReason, RequestOutput
 from engine.shape import ModelShape
 from engine.steplog import STEP_DTYPE as ENGINE_STEPS
-from harness.records import COLLECTIVE_DTYPE, STEP_DTYPE, RankRecord
+from harness.records import COLLECTIVE_DTYPE, STEP_DTYPE, CountRecord, RankRecord
 
 PREFILL, DECODE = 0, 1
 
@@ -105,6 +105,7 @@ class FakeBackend:
         self.records: Callable[[list[RankRecord]], list[RankRecord]] = lambda records: records
         self.prompts: list[list[list[int]]] = []
         self.resets = 0
+        self.counted: Callable[[int], list[CountRecord]] | None = None
         self.captured: list[tuple[int, float, int]] = []
         self._counters = {"compiles": 3, "captures": 0, "preemptions": 0, "cached_tokens": 0}
         self._attached: int = 0
@@ -157,9 +158,12 @@ class FakeBackend:
         self._attached = len(factories)
 
     def detach(self) -> list[list[Any]]:
-        """The timer is the last observer; the others of this fake have nothing to say."""
-        assert self._attached == 1, "attach the timer alone"
+        """One observer alone: the timer, or, where `counted` is set, the counts."""
+        assert self._attached == 1, "attach one observer"
         self._attached = 0
+        if self.counted is not None:
+            self._plan = []
+            return [[record] for record in self.counted(self._step)]
         records = host_records(
             self.tp, self._plan, transfer_ns=self.transfer_ns, wait_ns=self.wait_ns,
             step_ns=self.step_ns,
@@ -189,7 +193,7 @@ class FakeBackend:
 def make_cfg(**changes: Any) -> dict[str, Any]:
     """A resolved configuration; `changes` by dotted name with `__` for the dot."""
     cfg: dict[str, Any] = {
-        "action": "run", "experiment": "test", "tp": 2, "batch": 2, "enforce_eager": True,
+        "experiment": "test", "tp": 2, "batch": 2, "enforce_eager": True,
         "compile": "off", "attention": "auto", "comm": "auto", "page_size": 16, "dtype": "auto",
         "device": "cpu", "model": {"name": "tiny", "path": None, "load_format": "auto"},
         "workload": {

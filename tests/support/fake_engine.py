@@ -105,7 +105,8 @@ def measure(
     (out_dir / "half-written").unlink()
     status = what or "ok"
     key = {"run_id": out_dir.parent.parent.name, "point_id": point.point_id, "process": process}
-    row = {**key, **point.axes, "index": point.index, "repeat": 0, "status": status}
+    row = {**key, **point.axes, "index": point.index, "repeat": 0, "status": status,
+           "requested": json.dumps(point.cfg)}  # fmt: skip
     figure = {**key, "name": "output_tok_s", "stat": "mean", "value": 100.0, "unit": "1/s", "n": 1,
               "n_process": 1, "source": "host", "pass": "plain"}  # fmt: skip
     tables = {
