@@ -1,4 +1,4 @@
-"""The host's clock: its tick, what reading it twice costs, and units."""
+"""The host's clock: its tick, and what reading it twice costs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-
-NS_PER_US = 1_000
-NS_PER_S = 1_000_000_000
 
 
 def tick_ns(samples: int = 2001, clock: Callable[[], int] = time.perf_counter_ns) -> int:
@@ -30,13 +27,3 @@ def floor_ns(pair: Callable[[], int], samples: int = 1001) -> int:
     """
     readings = [pair() for _ in range(samples)]
     return int(statistics.median(readings[samples // 10 :]))
-
-
-def us(ns: float) -> float:
-    """Nanoseconds -> microseconds."""
-    return ns / NS_PER_US
-
-
-def seconds(ns: float) -> float:
-    """Nanoseconds -> seconds."""
-    return ns / NS_PER_S

@@ -111,8 +111,8 @@ def _per_step_counts(
         reason = None if len(values) else "no such step in the window"
         rows.summarise(name, values, pass_name=pass_name, source="count", reason=reason)
     expected = shape.expected_collectives(world, True)
-    all_reduces = sum(kind == Kind.ALL_REDUCE for kind, _ in expected)
-    rows.add("expected_all_reduces_per_step", all_reduces, n=1, pass_name=pass_name, source="model")
+    wanted = sum(kind == Kind.ALL_REDUCE for kind, _ in expected)
+    rows.add("expected_all_reduces_per_step", wanted, n=1, pass_name=pass_name, source="model")
 
 
 def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:

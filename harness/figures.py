@@ -63,8 +63,6 @@ step_flops        1    floating-point operations of a decode step, mean over the
 mbu               1    step_bytes / (step time x measured read bandwidth of all GPUs)
 mfu               1    step_flops / (step time x measured matmul rate of all GPUs)
 energy_j_per_token J   board energy of the window / generated tokens
-scaling_efficiency 1   output_tok_s(tp) / (tp x output_tok_s(1)), all else equal
-break_even_tokens 1    extra start-up time / time saved a token
 """
 
 

@@ -24,8 +24,8 @@ axes (a list sweeps: tp=1,2)
 groups
 {groups}
 
-Every other setting with its default stands in {config}
-(python -m harness --cfg job prints it composed). --config-dir DIR adds your own files;
+python -m harness --cfg job prints every other setting with its default; presets are files
+below {conf}. --config-dir DIR adds your own;
 --hydra-help lists Hydra's own flags.
 """
 _NUMBERS = {
@@ -56,7 +56,7 @@ def help_text(conf: Path, arguments: Sequence[str] = ()) -> str:
         experiments=_table(experiments),
         axes=_table(axes),
         groups=_table(groups),
-        config=conf / "config.yaml",
+        conf=conf,
     ).rstrip()
 
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ def _timing(cfg: dict[str, Any], machine: Machine) -> str | None:
 
 
 def _not_in_engine(
-    axis: str, cfg: dict[str, Any], machine: Machine, has: dict[str, tuple[str, ...]]
+    axis: str, cfg: dict[str, Any], machine: Machine, has: Mapping[str, tuple[str, ...]]
 ) -> str | None:
     """Of an axis whose choices differ by device: `has` is what this version of the engine has."""
     choice, device = cfg[axis], cfg["device"]

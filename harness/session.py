@@ -73,6 +73,7 @@ class Session:
         self._process = context.Process(
             target=serve, args=(theirs, functions, str(log)), name="engine", daemon=False
         )
+        self._spawned_s = time.perf_counter()
         self._process.start()
         self._reaped = False
         theirs.close()
@@ -84,7 +85,7 @@ class Session:
 
     def start(self, cfg: dict[str, Any], cache_dir: Path | None, timeout_s: float) -> Outcome:
         """Brings up the engine of a resolved configuration; status ok if it serves."""
-        message = StartEngine(cfg, None if cache_dir is None else str(cache_dir))
+        message = StartEngine(cfg, None if cache_dir is None else str(cache_dir), self._spawned_s)
         outcome = self._ask(message, timeout_s, "measure.startup_timeout_s")
         if outcome.status == "ok":
             return outcome

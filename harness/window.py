@@ -21,7 +21,7 @@ DECODE = PHASES.index("decode")
 PREFILL = PHASES.index("prefill")
 
 # Growth of any of these inside a window means that something was built in it.
-BUILD_COUNTERS = ("compiles", "recompiles", "graph_breaks", "captures", "triton_builds")
+BUILD_COUNTERS = ("compiles", "graph_breaks", "captures", "triton_builds")
 
 
 class MeasurementError(RuntimeError):

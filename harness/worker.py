@@ -33,8 +33,12 @@ class Functions:
 
 @dataclass(frozen=True)
 class StartEngine:
+    """`since_s`: perf_counter of the parent when it started this process, from which the engine's
+    start counts; processes of one host share that clock."""
+
     cfg: dict[str, Any]
     cache_dir: str | None
+    since_s: float
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def serve(connection: Connection, functions: Functions, log: str) -> None:
             try:
                 if isinstance(message, StartEngine):
                     backend = _load(functions.create)()
-                    backend.start(message.cfg, message.cache_dir)
+                    backend.start(message.cfg, message.cache_dir, message.since_s)
                     connection.send(Started())
                 else:
                     connection.send(_measure(functions, backend, message, connection))

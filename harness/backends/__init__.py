@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.backends.base import Backend, BackendUnavailable
+from harness.backends.base import Backend
 
 NAMES = ("native",)
 
@@ -12,7 +12,6 @@ def create(name: str = "native") -> Backend:
 
     Raises:
         ValueError: no such backend.
-        BackendUnavailable: it is not installed.
     """
     if name == "native":
         from harness.backends.native import NativeBackend
@@ -21,4 +20,4 @@ def create(name: str = "native") -> Backend:
     raise ValueError(f"backend={name!r}: choose one of {', '.join(NAMES)}")
 
 
-__all__ = ["NAMES", "Backend", "BackendUnavailable", "create"]
+__all__ = ["NAMES", "Backend", "create"]

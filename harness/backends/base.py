@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from engine.shape import ModelShape
 
 
-class BackendUnavailable(RuntimeError):
-    """The backend, or what it needs, is not installed; the message says what to install."""
-
-
 class Backend(Protocol):
     """One engine, alive between `start` and `close`, measured by any number of points.
 
@@ -26,8 +22,8 @@ class Backend(Protocol):
     Attributes:
         name: as chosen in the configuration.
         points_served: points measured since the start; the first one paid for it.
-        startup: seconds by phase: spawn_s, load_s, compile_s, capture_s, warmup_s, total_s; None
-            where unknown.
+        startup: seconds by phase: load_s, compile_s, capture_s, warmup_s, total_s, and spawn_s,
+            which is the rest of the total: processes, imports, connections. None where unknown.
         effective: the configuration read back from the engine, what `auto` became included.
         shape: the model's shape.
     """
@@ -44,9 +40,16 @@ class Backend(Protocol):
     @property
     def shape(self) -> ModelShape: ...
 
-    def start(self, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
-        """Starts the engine that a point's resolved configuration asks for; `cache_dir` holds the
-        compile caches (None: torch's default)."""
+    def start(
+        self, cfg: dict[str, Any], cache_dir: str | Path | None, since_s: float | None = None
+    ) -> None:
+        """Starts the engine that a point's resolved configuration asks for.
+
+        Args:
+            cache_dir: holds the compile caches; None: torch's default.
+            since_s: perf_counter when the process that calls this was started, so that interpreter
+                and imports count as start-up; None: this call.
+        """
         ...
 
     def generate(
@@ -68,12 +71,13 @@ class Backend(Protocol):
 
     def drain_steps(self) -> list[np.ndarray]:
         """Steps since the last call, one structured array a rank: step, phase (0 prefill, 1 decode,
-        2 mixed), batch, tokens, bucket, samples, begin_ns, end_ns, wall_begin_ns, wall_end_ns."""
+        2 mixed), batch, tokens, bucket, samples, replayed, begin_ns, end_ns, wall_begin_ns,
+        wall_end_ns."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """Ever-growing counts, summed over ranks: compiles, graph_breaks, recompiles, captures,
-        triton_builds, scheduled_steps, preemptions, cached_tokens."""
+        """Ever-growing counts, summed over ranks: compiles, graph_breaks, captures, triton_builds,
+        scheduled_steps, preemptions, cached_tokens."""
         ...
 
     def memory(self) -> list[dict[str, int | None]]:
@@ -89,6 +93,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Ends the engine and its processes; repeatable."""
         ...
-
-
-BackendFactory = Callable[[], Backend]

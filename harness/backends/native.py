@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,13 @@ def engine_config(cfg: dict[str, Any], cache_dir: str | Path | None) -> EngineCo
     )
 
 
+def startup(of_engine: dict[str, float | None], total_s: float) -> dict[str, float | None]:
+    """Start-up by phase, of one or of many ranks alike: what the engine says of its phases, and as
+    spawn_s whatever else went by until it was ready."""
+    phases = {k: v for k, v in of_engine.items() if k not in ("spawn_s", "total_s")}
+    return {**phases, "spawn_s": total_s - sum(filter(None, phases.values())), "total_s": total_s}
+
+
 class NativeBackend:
     """harness.backends.base.Backend over engine.LLM, which it forwards to."""
 
@@ -48,6 +56,7 @@ class NativeBackend:
     def __init__(self) -> None:
         self.points_served = 0
         self._llm: LLM | None = None
+        self._startup: dict[str, float | None] = {}
 
     @property
     def llm(self) -> LLM:
@@ -57,7 +66,7 @@ class NativeBackend:
 
     @property
     def startup(self) -> dict[str, float | None]:
-        return self.llm.startup
+        return dict(self._startup)
 
     @property
     def effective(self) -> dict[str, Any]:
@@ -67,12 +76,16 @@ class NativeBackend:
     def shape(self) -> ModelShape:
         return self.llm.shape
 
-    def start(self, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
+    def start(
+        self, cfg: dict[str, Any], cache_dir: str | Path | None, since_s: float | None = None
+    ) -> None:
+        begin = time.perf_counter() if since_s is None else since_s
         from engine.llm import LLM
 
         if self._llm is not None:
             raise RuntimeError("the backend was started already; close it first")
         self._llm = LLM(engine_config(cfg, cache_dir))
+        self._startup = startup(self._llm.startup, time.perf_counter() - begin)
         self.points_served = 0
 
     def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def nothing_left(folder: Path) -> bool:
 
 
 def test_one_engine_measures_several_points_and_ends_in_order(folder: Path) -> None:
+    before = time.perf_counter()
     session = started(folder)
     seen: list[str] = []
     session.on_progress = seen.append
@@ -53,6 +55,8 @@ def test_one_engine_measures_several_points_and_ends_in_order(folder: Path) -> N
     assert [line.split()[0] for line in recorded("measured", folder)] == ["0", "1", "2"]
     assert seen == ["warmup 1"] * 3
     assert recorded("closed", folder) == [recorded("processes", folder)[0]]
+    (age,) = map(float, recorded("ages", folder))
+    assert 0 < age < time.perf_counter() - before, "the start counts from the process's begin"
     assert (folder / "run" / "points" / "p2" / "points.parquet").is_file()
     assert nothing_left(folder)
 

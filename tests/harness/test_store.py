@@ -57,7 +57,7 @@ def test_nan_is_null_and_infinity_is_refused() -> None:
         ({"model": [3]}, r"points.model holds string"),
         ({"status": [None]}, r"points.status: 1 of 1 values are null"),
         ({"tp": [1, 2]}, r"columns of different lengths"),
-        ({"status": ["fine"]}, r"status \['fine'\]: choose among ok, oom"),
+        ({"status": ["fine"]}, r"status \['fine'\]: choose among ok, pre"),
     ],
 )
 def test_what_the_catalogue_does_not_allow_is_refused(

@@ -75,7 +75,8 @@ def act(what: str) -> None:
 class FakeEngine:
     """Starts one `rank`, a process that would outlive it for ten minutes if nobody ended it."""
 
-    def start(self, cfg: dict[str, Any], cache_dir: str | None) -> None:
+    def start(self, cfg: dict[str, Any], cache_dir: str | None, since_s: float) -> None:
+        record("ages", f"{time.perf_counter() - since_s}")
         record("starts", f"{cfg['tp']} {cfg['compile']} {cache_dir}")
         self.rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         record("processes", f"{os.getpid()}")
