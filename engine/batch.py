@@ -1,4 +1,4 @@
-"""ForwardBatch: the tensors of one forward, passed explicitly, views on preallocated buffers.
+"""ForwardBatch: the tensors of one forward, passed explicitly, views on kept buffers.
 
 T query tokens, S sequences, N of them sampling. Rows of a sequence are adjacent; sequences that
 decode (one query token) come first.

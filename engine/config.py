@@ -85,7 +85,11 @@ class EngineConfig:
         optional = ("max_model_len", "num_pages", "page_size", "threads_per_rank")
         for name in at_least_one + optional:
             value = getattr(self, name)
-            if not (value is None and name in optional) and value < 1:
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int):
+                raise ConfigError(f"{name}={value!r}: give an integer")
+            if value < 1:
                 raise ConfigError(f"{name}={value}: give at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The engine's step as three calls: plan (scheduler), launch (enqueue), collect (ids, finish)."""
+"""The engine's step as three calls: plan (schedule), launch (enqueue), collect (ids)."""
 
 from __future__ import annotations
 

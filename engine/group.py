@@ -1,15 +1,14 @@
-"""The caller's side of tp > 1: starts the ranks, passes messages, notices deaths, shuts down."""
+"""The caller's side of tp > 1: starts the ranks, passes messages, notices deaths."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import tempfile
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from engine.comm.rendezvous import Rendezvous
 from engine.config import ResolvedConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.messages import Abort, Close, Control, Failed, Finished, Ready, Reply, Submit
@@ -39,32 +38,16 @@ class RankGroup:
         self._error: Exception | None = None
         self._closed = False
         self._finished: list[Request] = []
-        # A file of this run alone: no port to be taken, no name to collide.
-        self._folder = tempfile.TemporaryDirectory(prefix="rangefinder-")
-        store_path = os.path.join(self._folder.name, "store")
-        context = multiprocessing.get_context("spawn")
         self._conns: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        step_pipes = [context.Pipe(duplex=False) for _ in range(config.tp - 1)]
-        for rank in range(config.tp):
-            ours, theirs = context.Pipe()
-            steps_in = step_pipes[rank - 1][0] if rank else None
-            steps_out = [] if rank else [pipe[1] for pipe in step_pipes]
-            process = context.Process(
-                target=rank_main,
-                args=(rank, config, shape, store_path, RankChannels(theirs, steps_in, steps_out)),
-                name=f"rangefinder-rank{rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()  # so that each side sees the other's end
-            self._conns.append(ours)
-            self._processes.append(process)
-        for pipe in step_pipes:
-            pipe[0].close()
-            pipe[1].close()
-        spawned = time.perf_counter()
-        ready: list[Ready] = self._collect(Ready)
+        self._rendezvous = Rendezvous()
+        try:
+            self._spawn(config, shape)
+            spawned = time.perf_counter()
+            ready: list[Ready] = self._collect(Ready)
+        except BaseException:  # an interrupt included: no rank may outlive a failed start
+            self._kill()
+            raise
         self.effective = ready[0].effective
         self.startup: dict[str, float | None] = {
             name: max((r.startup[name] for r in ready), key=lambda s: -1.0 if s is None else s)
@@ -72,10 +55,31 @@ class RankGroup:
         }
         waited = time.perf_counter() - spawned
         # Interpreter, imports and process group: what the ranks' own phases leave of the wait.
-        self.startup["spawn_s"] = (
-            spawned - begin + waited - sum(filter(None, self.startup.values()))
-        )
+        own_phases = sum(filter(None, self.startup.values()))
+        self.startup["spawn_s"] = spawned - begin + waited - own_phases
         self.startup["total_s"] = time.perf_counter() - begin
+
+    def _spawn(self, config: ResolvedConfig, shape: ModelShape) -> None:
+        context = multiprocessing.get_context("spawn")
+        step_pipes = [context.Pipe(duplex=False) for _ in range(config.tp - 1)]
+        for rank in range(config.tp):
+            ours, theirs = context.Pipe()
+            steps_in = step_pipes[rank - 1][0] if rank else None
+            steps_out = [] if rank else [pipe[1] for pipe in step_pipes]
+            channels = RankChannels(theirs, steps_in, steps_out)
+            process = context.Process(
+                target=rank_main,
+                args=(rank, config, shape, self._rendezvous.port, channels),
+                name=f"rangefinder-rank{rank}",
+                daemon=True,
+            )
+            self._processes.append(process)
+            process.start()
+            theirs.close()  # so that each side sees the other's end
+            self._conns.append(ours)
+        for pipe in step_pipes:
+            pipe[0].close()
+            pipe[1].close()
 
     def submit(self, requests: list[Request]) -> None:
         self._send(Submit(tuple(requests)))
@@ -110,7 +114,6 @@ class RankGroup:
         self._kill()
         for conn in self._conns:
             conn.close()
-        self._folder.cleanup()
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -191,11 +194,13 @@ class RankGroup:
         raise self._error
 
     def _kill(self) -> None:
-        for process in self._processes:
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
             if process.is_alive():
                 process.kill()
-        for process in self._processes:
+        for process in started:
             process.join()
+        self._rendezvous.close()
 
 
 def _blame(failures: list[Failed], killed: list[tuple[int, int]]) -> Exception:

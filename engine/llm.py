@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from engine.group import RankGroup
 from engine.messages import (
     Attach,
     Captures,
+    Control,
     Counters,
     Detach,
     DrainSteps,
@@ -67,6 +70,7 @@ class LLM:
         self.effective: dict[str, Any] = self._ranks.effective
         self.startup: dict[str, float | None] = self._ranks.startup
         self._ordinals = itertools.count()
+        self._lock = threading.RLock()
         self._tokenizer: Any = None
 
     # -- generating -------------------------------------------------------------------------------
@@ -84,22 +88,31 @@ class LLM:
             params: one for all, or one each.
             arrivals_s: when each request arrives, seconds from this call; None: all at once.
 
+        Calls from several threads are served one after the other.
+
         A request that cannot be served comes back with finish_reason "error" and says why in
         `error`; the others are served.
         """
-        params = params or SamplingParams()
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one text: give a list of prompts")
+        if params is None:
+            params = SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         offsets = [0.0] * len(prompts) if arrivals_s is None else list(arrivals_s)
         for name, given in (("params", each), ("arrivals_s", offsets)):
             if len(given) != len(prompts):
                 raise RequestError(f"{len(given)} {name} for {len(prompts)} prompts: give one each")
-        ids = [self._encode(prompt) for prompt in prompts]
+        encoded = [self._encode(prompt) for prompt in prompts]
         start = time.perf_counter()
-        requests = [
-            self._request(tokens, param, start + offset)
-            for tokens, param, offset in zip(ids, each, offsets, strict=True)
-        ]
-        finished = self._run(requests)
+        requests, refused = [], {}
+        for ids, param, offset in zip(encoded, each, offsets, strict=True):
+            request = self._request([] if isinstance(ids, str) else ids, param, start + offset)
+            requests.append(request)
+            if isinstance(ids, str):
+                request.finish_reason, request.error = FinishReason.ERROR, ids
+                refused[request.request_id] = request
+        with self._lock:
+            finished = self._run([r for r in requests if r.request_id not in refused]) | refused
         return [
             RequestOutput.from_request(
                 finished[request.request_id],
@@ -157,10 +170,14 @@ class LLM:
             self._tokenizer = AutoTokenizer.from_pretrained(self.config.model)
         return self._tokenizer
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int] | str:
+        """-> token ids, or what is wrong with the prompt."""
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt))
-        return [int(token) for token in prompt]
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            return f"a prompt is a text or a sequence of integer token ids: {error}"
 
     def _decode(self, request: Request) -> str | None:
         if request.finish_reason is FinishReason.ERROR:
@@ -171,38 +188,42 @@ class LLM:
 
     def attach(self, factories: Sequence[ObserverFactory]) -> None:
         """Creates an observer of each factory on every rank; they hear the steps from now on."""
-        self._ranks.control(Attach(tuple(factories)))
+        self._control(Attach(tuple(factories)))
 
     def detach(self) -> list[list[Any]]:
         """Removes the observers; -> result of each, by [rank][observer]."""
-        return self._ranks.control(Detach())
+        return self._control(Detach())
 
     def drain_steps(self) -> list[np.ndarray]:
         """The steps since the last call, one array of steplog.STEP_DTYPE a rank."""
-        return self._ranks.control(DrainSteps())
+        return self._control(DrainSteps())
 
     def counters(self) -> dict[str, int]:
         """Ever-growing counts, summed over ranks: compiles, graph_breaks, cache_hits, cache_misses,
         captures, triton_builds; and of rank 0 scheduled_steps, preemptions, cached_tokens."""
         total: dict[str, int] = {}
-        for counts in self._ranks.control(Counters()):
+        for counts in self._control(Counters()):
             for name, count in counts.items():
                 total[name] = total.get(name, 0) + count
         return total
 
     def memory(self) -> list[dict[str, int | None]]:
         """Bytes by rank: weights_bytes, kv_bytes, graph_pool_bytes, peak_bytes."""
-        return self._ranks.control(Memory())
+        return self._control(Memory())
 
     def captures(self) -> list[tuple[int, float, int]]:
         """(bucket, seconds, bytes) of each CUDA graph that rank 0 captured at start-up, in order;
         bytes is what the device lost to it."""
-        captured: list[tuple[int, float, int]] = self._ranks.control(Captures())[0]
+        captured: list[tuple[int, float, int]] = self._control(Captures())[0]
         return captured
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix."""
-        self._ranks.control(ResetPrefixCache())
+        self._control(ResetPrefixCache())
+
+    def _control(self, message: Control) -> list[Any]:
+        with self._lock:
+            return self._ranks.control(message)
 
     # -- life -------------------------------------------------------------------------------------
 

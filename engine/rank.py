@@ -1,5 +1,4 @@
-"""One rank between steps: answers control messages the same way in a process of its own or in the
-caller's."""
+"""One rank between steps: answers control messages alike in any process."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class SamplingParams:
             raise RequestError(
                 f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)"
             )
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens={self.max_tokens}: give at least 1")
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise RequestError(f"max_tokens={self.max_tokens}: give an integer of at least 1")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise RequestError(f"seed={self.seed}: give an integer in [0, 2^63)")
 

@@ -1,4 +1,4 @@
-"""What `auto` becomes on this machine for this model; every impossible choice is refused here."""
+"""What `auto` becomes on this machine for this model; impossible choices are refused."""
 
 from __future__ import annotations
 

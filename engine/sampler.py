@@ -1,4 +1,4 @@
-"""Sampler: logits to token ids; the noise is a function of seed, position and token id alone."""
+"""Sampler: logits to token ids; the noise depends on seed, position and token id alone."""
 
 from __future__ import annotations
 

@@ -74,7 +74,13 @@ class ModelShape:
                 raise ConfigError(f"{path}/config.json has no {name}: add it")
             return config[name]
 
-        heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
+        def count(name: str) -> int:
+            value = need(name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{path}/config.json: {name}={value!r} must be a whole number")
+            return value
+
+        heads, hidden = count("num_attention_heads"), count("hidden_size")
         is_qwen3 = model_type == "qwen3"
         bias = bool(config.get("attention_bias", False))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -82,19 +88,17 @@ class ModelShape:
             raise ConfigError(f"dtype={dtype!r} in {path}: this engine runs {', '.join(_DTYPES)}")
         return cls(
             model_type=model_type,
-            vocab_size=int(need("vocab_size")),
+            vocab_size=count("vocab_size"),
             hidden_size=hidden,
-            num_layers=int(need("num_hidden_layers")),
+            num_layers=count("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=int(need("num_key_value_heads")),
+            num_kv_heads=count("num_key_value_heads"),
             # Qwen2's config has no head_dim; Qwen3's always has, and it need not be hidden / heads.
-            head_dim=int(
-                need("head_dim") if is_qwen3 else config.get("head_dim") or hidden // heads
-            ),
-            intermediate_size=int(need("intermediate_size")),
+            head_dim=count("head_dim") if is_qwen3 or config.get("head_dim") else hidden // heads,
+            intermediate_size=count("intermediate_size"),
             rms_norm_eps=float(need("rms_norm_eps")),
             rope_theta=_rope_theta(config),
-            max_position=int(need("max_position_embeddings")),
+            max_position=count("max_position_embeddings"),
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=is_qwen3,
             qkv_bias=bias if is_qwen3 else True,
@@ -150,7 +154,7 @@ def _read_json(file: Path, required: bool) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no JSON object")

@@ -44,15 +44,22 @@ class SoloRank:
         total = time.perf_counter() - begin
         self.startup = {**self._runner.startup, "spawn_s": None, "total_s": total}
 
+    def _check(self) -> None:
+        if self._runner is None:
+            raise RuntimeError("the engine is closed")
+
     def submit(self, requests: list[Request]) -> None:
+        self._check()
         for request in requests:
             self._core.add(request)
 
     def abort(self, request_id: str) -> None:
+        self._check()
         self._core.abort(request_id)
 
     def poll(self, timeout_s: float | None) -> list[Request]:
         """Runs steps until a request ends or `timeout_s` has passed; sleeps if there is no work."""
+        self._check()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._core.has_work:
             finished = self._core.step()
@@ -63,6 +70,7 @@ class SoloRank:
         return []
 
     def control(self, message: Control) -> list[Any]:
+        self._check()
         return [self._rank.handle(message)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""StepPlan: what the ranks must know of one step, as typed arrays; the message between them."""
+"""StepPlan: what the ranks must know of a step, as typed arrays: the message to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint tensors -> this rank's parameters: each needed tensor exactly once, or an error.
+"""Checkpoint tensors -> this rank's parameters: each needed one exactly once, or an error.
 
 A layer says which tensors of a checkpoint it takes, their whole shapes, and how it places its part
 (`checkpoint_tensors`); the functions here read or make those tensors and hand them over one by one.
@@ -127,11 +127,14 @@ class _FileTensor:
 
 
 def _open_all(path: Path, stack: ExitStack) -> dict[str, _FileTensor]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     sources: dict[str, _FileTensor] = {}
     for file in _files(path):
-        opened = stack.enter_context(safe_open(file, framework="pt"))
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from error
         for name in opened.keys():  # noqa: SIM118 (no mapping)
             if name in sources:
                 raise CheckpointError(f"{path}: {name} is in more than one file")
@@ -149,7 +152,10 @@ def _files(path: Path) -> list[Path]:
             f"{path} has neither {single.name} nor {index.name}: save the model as safetensors, or "
             f"use load_format=dummy"
         )
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files ({error})") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
         raise CheckpointError(f"{path}: {index.name} names files that are not there: {absent}")

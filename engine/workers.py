@@ -47,7 +47,7 @@ class RankChannels:
 
 
 def rank_main(
-    rank: int, config: ResolvedConfig, shape: ModelShape, store_path: str, channels: RankChannels
+    rank: int, config: ResolvedConfig, shape: ModelShape, port: int, channels: RankChannels
 ) -> None:
     """A rank's process; it reports an exception to the caller and exits with 1."""
     # Ctrl-C reaches the whole process group; the caller decides what it means.
@@ -56,7 +56,7 @@ def rank_main(
     watcher = threading.Thread(target=_watch_caller, args=(channels.caller, inbox), daemon=True)
     watcher.start()
     try:
-        _run_rank(rank, config, shape, store_path, channels, inbox)
+        _run_rank(rank, config, shape, port, channels, inbox)
     except BaseException as error:
         mendable = isinstance(error, ConfigError | CheckpointError)
         channels.caller.send(
@@ -85,7 +85,7 @@ def _run_rank(
     rank: int,
     config: ResolvedConfig,
     shape: ModelShape,
-    store_path: str,
+    port: int,
     channels: RankChannels,
     inbox: queue.SimpleQueue[Any],
 ) -> None:
@@ -93,7 +93,7 @@ def _run_rank(
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(config.threads_per_rank)
-    comm = ProcessGroupCommunicator(rank, config.tp, config.comm, store_path, config.timeout_s)
+    comm = ProcessGroupCommunicator(rank, config.tp, config.comm, port, config.timeout_s)
     runner = Runner(config, shape, comm, agree=comm.min_over_ranks)
     core = EngineCore(runner, _plan_sender(channels)) if rank == 0 else None
     channels.caller.send(Ready(rank, runner.startup, runner.effective))

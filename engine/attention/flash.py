@@ -1,4 +1,4 @@
-"""Attention by flash-attn 2: paged decode with split K/V, varlen prefill over cached prefixes.
+"""Attention by flash-attn 2: paged decode with split K/V, varlen prefill over prefixes.
 
 Shapes: T rows, S sequences, h query heads, D head_dim.
 """

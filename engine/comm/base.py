@@ -1,4 +1,4 @@
-"""The communicator that the tensor-parallel layers call; observers attach here and only here."""
+"""The communicator that tensor-parallel layers call; observers attach only here."""
 
 from __future__ import annotations
 

@@ -8,24 +8,24 @@ import torch
 import torch.distributed as dist
 
 from engine.comm.base import Communicator
+from engine.comm.rendezvous import connect
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Ranks meet through `store_path`, a file of one run only, so that no port can be taken.
+    """Ranks meet through the store at `port` (comm/rendezvous.py).
 
     Raises whatever torch.distributed raises when a peer does not come within `timeout_s`.
     """
 
     def __init__(
-        self, rank: int, world: int, backend: str, store_path: str, timeout_s: float = 300.0
+        self, rank: int, world: int, backend: str, port: int, timeout_s: float = 300.0
     ) -> None:
         super().__init__(rank, world, "cuda" if backend == "nccl" else "cpu")
         self.path = backend
         timeout = timedelta(seconds=timeout_s)
-        store = dist.FileStore(store_path, world)
         dist.init_process_group(
             backend,
-            store=store,
+            store=connect(port, timeout_s),
             rank=rank,
             world_size=world,
             timeout=timeout,

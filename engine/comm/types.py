@@ -1,4 +1,4 @@
-"""What is said about a collective: its kind, place in the model and size; and who may listen."""
+"""What is said about a collective: kind, place in the model, size; and who may listen."""
 
 from __future__ import annotations
 

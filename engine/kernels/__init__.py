@@ -1,4 +1,4 @@
-"""Triton kernels, each beside its PyTorch reference; imported where a GPU tensor asks for them."""
+"""Triton kernels beside their PyTorch references; imported where a GPU needs them."""
 
 from __future__ import annotations
 

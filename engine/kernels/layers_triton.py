@@ -1,5 +1,7 @@
-"""RMSNorm, rotary embedding and SwiGLU's activation as one kernel each, for steps that are not
-compiled; the references are the formulas of engine/layers.py, rounding included."""
+"""RMSNorm, rotary embedding and SwiGLU's activation as one kernel each.
+
+For steps that are not compiled; the references are the formulas of engine/layers.py, rounding
+included."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tensor-parallel layers: each holds one rank's shard of its weight, and talks to the other ranks
-through its communicator alone."""
+"""Tensor-parallel layers: each holds one rank's shard of its weight.
+
+It talks to the other ranks through its communicator alone."""
 
 from engine.parallel.linear import (
     ColumnParallelLinear,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import LLM, ConfigError, EngineConfig, FinishReason, RequestError, SamplingParams
+from engine import (
+    LLM,
+    CheckpointError,
+    ConfigError,
+    EngineConfig,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+)
 from engine.comm import Collective, CollectiveObserver, ObserverContext, StepInfo
 from engine.comm.ops import _registry
 from tests.support.checkpoints import Checkpoints
@@ -306,6 +316,77 @@ def test_impossible_configurations_are_refused(
     with pytest.raises(ConfigError) as caught:
         engine(checkpoints(), **options)
     assert message in str(caught.value)
+
+
+def test_inputs_that_are_not_requests(checkpoints: Checkpoints) -> None:
+    path = checkpoints()
+    with engine(path) as llm:
+        with pytest.raises(RequestError, match="one text"):
+            llm.generate("Hello", GREEDY)
+        with pytest.raises(RequestError, match="0 params for 2 prompts"):
+            llm.generate([[1], [2]], [])
+        outputs = llm.generate([[1.7], 3, [5, 6]], GREEDY)  # type: ignore[list-item]
+        assert "float" in str(outputs[0].error) and "int" in str(outputs[1].error)
+        assert tuple(outputs[2].token_ids) == greedy_reference(path, (5, 6), 12)
+    with pytest.raises(RequestError, match=r"max_tokens=2\.5"):
+        SamplingParams(max_tokens=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tp='2'"):
+        engine(path, tp="2")
+
+
+def test_a_closed_engine_says_so(checkpoints: Checkpoints) -> None:
+    llm = engine(checkpoints())
+    llm.close()
+    for call in (lambda: llm.generate([[1]], GREEDY), llm.counters, llm.drain_steps):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            call()
+
+
+def test_calls_from_two_threads_are_both_served(checkpoints: Checkpoints) -> None:
+    path = checkpoints()
+    prompts = prompts_of((5, 9))
+    with engine(path) as llm, ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            found = threads.map(lambda prompt: llm.generate([prompt], GREEDY)[0], prompts)
+            for prompt, output in zip(prompts, found, strict=True):
+                assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\x10\0\0\0\0\0\0\0{}"),
+        ("model.safetensors.index.json", b"{"),
+        ("model.safetensors.index.json", b"[]"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    checkpoints: Checkpoints, tmp_path: Path, file: str, content: bytes
+) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoints() / "config.json").read_bytes())
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=file):
+        engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": "four"}, "num_hidden_layers='four'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    ],
+)
+def test_a_config_with_impossible_sizes_is_named(
+    checkpoints: Checkpoints, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((checkpoints() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=message):
+        engine(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        engine(tmp_path)
 
 
 def test_an_unknown_option_is_refused(checkpoints: Checkpoints) -> None:

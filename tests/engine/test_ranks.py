@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,28 @@ if __name__ == "__main__":
     caller.wait()
     assert_gone(pids)
     caller.stdout.close()
+
+
+@pytest.mark.parametrize("after_s", [0.05, 1.0])
+def test_an_interrupt_while_starting_leaves_no_rank(
+    checkpoints: Checkpoints, after_s: float
+) -> None:
+    path = checkpoints()
+    before = {child.pid for child in multiprocessing.active_children()}
+    threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine(path).close()
+        time.sleep(10)  # the engine was faster than the interrupt
+    assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
+def test_threads_share_two_ranks(two_ranks: LLM) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(3):
+            found = threads.map(lambda prompt: two_ranks.generate([prompt], GREEDY)[0], prompts())
+            for prompt, output in zip(prompts(), found, strict=True):
+                expected = greedy_reference(Path(two_ranks.config.model), tuple(prompt), 12)
+                assert tuple(output.token_ids) == expected
 
 
 def test_four_engines_start_at_once(checkpoints: Checkpoints) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.comm.rendezvous import Rendezvous
 from tests.gpu.conftest import HEADS
 from tests.gpu.test_numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.checkpoints import Checkpoints
@@ -23,12 +24,12 @@ pytestmark = [
 ]
 
 
-def _probe_rank(rank: int, store: str, path: Path, out: Path, options: dict[str, Any]) -> None:
+def _probe_rank(rank: int, port: int, path: Path, out: Path, options: dict[str, Any]) -> None:
     from engine.comm.process_group import ProcessGroupCommunicator
     from tests.support.probe import Probe
 
     torch.cuda.set_device(rank)
-    comm = ProcessGroupCommunicator(rank, 2, "nccl", store)
+    comm = ProcessGroupCommunicator(rank, 2, "nccl", port)
     probe = Probe(path, comm, tp=2, **options)
     logits = probe.teacher_forced(token_ids(), PROMPT)
     if logits is not None:
@@ -46,12 +47,9 @@ def test_logits_are_as_near_float32_as_transformers(
     options = {"compile": scope, "enforce_eager": eager, "cache_dir": str(tmp_path / "cache")}
     context = multiprocessing.get_context("spawn")
     out = tmp_path / "logits.pt"
-    ranks = [
-        context.Process(
-            target=_probe_rank, args=(rank, str(tmp_path / "store"), qwen3_0_6b, out, options)
-        )
-        for rank in range(2)
-    ]
+    rendezvous = Rendezvous()
+    arguments = (rendezvous.port, qwen3_0_6b, out, options)
+    ranks = [context.Process(target=_probe_rank, args=(rank, *arguments)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
