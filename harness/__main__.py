@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from harness.help import help_text
 
@@ -52,22 +55,40 @@ def conf_folder() -> Path:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """Prints the tables of a run again, from its files."""
-    if len(arguments) != 1:
-        print("collect: name one run folder, as in python -m harness collect results/runs/NAME",
-              file=sys.stderr)  # fmt: skip
+    """Prints the tables of a run again, from its files; --markdown or --csv to publish them."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    folders = [argument for argument in arguments if not argument.startswith("-")]
+    if len(folders) != 1 or len(flags) > 1 or set(flags) - {"--markdown", "--csv"}:
+        print("collect: name one run folder, as in python -m harness collect results/runs/NAME "
+              "[--markdown | --csv]", file=sys.stderr)  # fmt: skip
         return 2
-    run = Path(arguments[0])
+    run = Path(folders[0])
     if not (run / "plan.json").is_file():
         print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
         return 2
+    from harness import report
+
+    if flags:
+        text = report.csv(run) if flags == ["--csv"] else report.markdown(run)
+        print(text.rstrip("\n"))
+        return 0
     from rich.console import Console
 
-    from harness.report import print_summary
-
-    print_summary(run, Console())
+    report.print_summary(run, Console())
     return 0
 
 
+def entry() -> NoReturn:
+    """The program: `main`, and quiet where the reader of its output has left (`... | head`)."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at its end, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

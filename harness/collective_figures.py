@@ -1,4 +1,4 @@
-"""Figures of the instrumented pass: collectives a step, transfer and waiting, shares, costs."""
+"""Figures of collectives: how many a step, transfer and waiting, shares, costs."""
 
 from __future__ import annotations
 

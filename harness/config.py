@@ -1,5 +1,4 @@
-"""The configuration of a benchmark: its schema, the checks across fields, and the plain dict that
-every other part of the harness is given."""
+"""A benchmark's configuration: its schema, checks across fields, and the plain dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m harness doctor`: what is installed, which axis values run here and what is missing."""
+"""`python -m harness doctor`: what is installed, what runs here and what is missing."""
 
 from __future__ import annotations
 

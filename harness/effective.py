@@ -1,4 +1,4 @@
-"""Requested against effective: what the engine says it runs must be what it was asked to run."""
+"""Requested against effective: the engine must run what it was asked to run."""
 
 from __future__ import annotations
 

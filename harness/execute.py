@@ -1,4 +1,4 @@
-"""Runs a plan: one engine after the other, every point ending as a row whatever happens to it."""
+"""Runs a plan: one engine after the other, every point ending as a row."""
 
 from __future__ import annotations
 

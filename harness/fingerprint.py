@@ -1,4 +1,4 @@
-"""What a result depends on besides its configuration, as hashes: sources, checkpoint, machine."""
+"""What a result depends on besides settings, as hashes: sources, checkpoint, machine."""
 
 from __future__ import annotations
 

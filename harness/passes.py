@@ -1,4 +1,4 @@
-"""The passes of one point: warm-up, plain repeats until they are steady, those with instruments."""
+"""The passes of one point: warm-up, plain repeats until steady, those with instruments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The whole list of points, decided before any of them runs: what each needs, which are skipped and
-why, and the order in which every engine starts once."""
+"""The list of points, decided before any runs: what each needs, skips, and the order."""
 
 from __future__ import annotations
 

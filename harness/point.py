@@ -1,4 +1,4 @@
-"""One point: warm every shape, measure plain, measure with instruments, read back, leave rows."""
+"""One point: warm every shape, measure plain and with instruments, leave rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication kernels of a profile matched to the collectives that launched them, by order."""
+"""A profile's communication kernels matched to their collectives, by order."""
 
 from __future__ import annotations
 

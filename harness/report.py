@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config import ENGINE_AXES
-from harness.schema import worst_status
+from harness.runs import worst_status
 from harness.store import load
 
 if TYPE_CHECKING:

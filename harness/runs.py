@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,11 +26,16 @@ from typing import Any
 
 from harness.config import SettingsError
 from harness.plan import Plan, Point
-from harness.schema import worst_status
+from harness.schema import STATUSES
 
 KEPT = ("ok", "skipped", "contaminated")
 """Statuses that a continued run does not measure again."""
 FAILED = ("error", "oom", "timeout")
+
+
+def worst_status(statuses: Iterable[str]) -> str:
+    """That of a point whose fresh engines ended in different ways."""
+    return max(statuses, key=STATUSES.index)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The column catalogue: every table and column that the harness writes, with unit and meaning.
+"""The column catalogue: every table and column that is written, with unit and meaning.
 
 Stored files are checked against it and the documentation is printed from it (`markdown()`), so the
 two cannot differ. A change that a reader of old files would notice raises SCHEMA_VERSION.
@@ -6,18 +6,12 @@ two cannot differ. A change that a reader of old files would notice raises SCHEM
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 SCHEMA_VERSION = 1
 
 STATUSES = ("ok", "predicted", "skipped", "contaminated", "error", "oom", "timeout")
 """From the best to the worst."""
-
-
-def worst_status(statuses: Iterable[str]) -> str:
-    """That of a point whose fresh engines ended in different ways."""
-    return max(statuses, key=STATUSES.index)
 
 
 @dataclass(frozen=True, slots=True)

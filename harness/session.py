@@ -1,4 +1,4 @@
-"""One engine alive in a child process, as its parent sees it: started, measured with, ended."""
+"""One engine alive in a child process, as its parent sees it: start, measure, end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readings of the machine before and after a pass: load, clocks, power, temperature, throttling."""
+"""Readings of the machine round a pass: load, clocks, power, temperature, throttling."""
 
 from __future__ import annotations
 

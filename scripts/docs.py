@@ -24,8 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-TREE_WIDTH = 110  # columns; a page of a code host shows about 115
 TREE_NAMES = 24  # column at which descriptions start
+TREE_TEXT = 88  # characters of one; a page of a code host shows about 115 columns
 Comments = dict[tuple[str, str], str]  # (class, field) -> the comment behind the field
 # What has no docstring to take the description from.
 TREE_OTHER = {
@@ -41,20 +41,20 @@ TREE_OTHER = {
 
 
 def summary(path: Path) -> str:
-    """First sentence of a module's docstring, without its full stop."""
+    """First sentence of a module's docstring, without its full stop; SystemExit if it is too long,
+    since what a shortened one says need not be true."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    first = " ".join(doc.split("\n\n")[0].split())
-    return re.split(r"\.(?:\s|$)", first)[0]
+    first = re.split(r"\.(?:\s|$)", " ".join(doc.split("\n\n")[0].split()))[0]
+    if len(first) > TREE_TEXT:
+        raise SystemExit(
+            f"{path}: the first sentence of its docstring has {len(first)} characters, and the "
+            f"file tree room for {TREE_TEXT}; shorten it: {first}"
+        )
+    return first
 
 
 def tree_line(depth: int, label: str, text: str) -> str:
-    """One line; a description that does not fit is cut at its last whole clause."""
-    head = f"{'  ' * depth}{label}".ljust(TREE_NAMES)
-    room = TREE_WIDTH - len(head)
-    while len(text) > room:
-        shorter = re.sub(r"(?:[;:,]|\s\()[^;:,(]*$", "", text)
-        text = shorter if shorter != text else text[:room].rsplit(" ", 1)[0]
-    return f"{head}{text}".rstrip()
+    return (f"{'  ' * depth}{label}".ljust(TREE_NAMES) + text).rstrip()
 
 
 def package_lines(folder: Path, depth: int) -> Iterator[str]:

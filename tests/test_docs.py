@@ -108,7 +108,12 @@ def test_comments_behind_fields_are_read_with_their_continuation(docs: ModuleTyp
     }
 
 
-def test_a_long_description_is_cut_at_a_clause(docs: ModuleType) -> None:
-    line = docs.tree_line(1, "a.py", "one thing; " + "x" * 200)
-    assert line.split() == ["a.py", "one", "thing"]
-    assert line.index("one") == docs.TREE_NAMES
+def test_a_first_sentence_is_whole_or_an_error(docs: ModuleType, tmp_path: Path) -> None:
+    module = tmp_path / "a.py"
+    module.write_text(f'"""One thing; {"x" * 77}. More."""\n')
+    line = docs.tree_line(1, "a.py", docs.summary(module))
+    assert line.split() == ["a.py", "One", "thing;", "x" * 77]
+    assert line.index("One") == docs.TREE_NAMES
+    module.write_text(f'"""One thing; {"x" * 78}. More."""\n')
+    with pytest.raises(SystemExit, match="a.py: the first sentence .* has 89 characters"):
+        docs.summary(module)

@@ -1,4 +1,4 @@
-"""Listeners at the engine's seam, built in each rank by a factory: timers, counts, NVTX ranges.
+"""Listeners at the engine's seam, built in each rank: timers, counts, NVTX ranges.
 
 A factory is a small frozen dataclass, because it is pickled to the ranks. The timer stands last in
 `factories()`: observers hear `before` in order and `after` in reverse, so nothing of another one

@@ -1,4 +1,4 @@
-"""Work that the GPU has before it, so that the host's launches cost nothing in what is timed."""
+"""Work that the GPU has before it, so that launches cost nothing in what is timed."""
 
 from __future__ import annotations
 

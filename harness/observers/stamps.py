@@ -1,4 +1,4 @@
-"""Timestamp kernels round every collective: launched like any kernel, or captured in a graph.
+"""Timestamp kernels round every collective: launched, or captured in a graph.
 
 They cost the GPU some 1.4 us each in a graph (H200), where a pair of event nodes doubles a step
 with NCCL. Launched from Python each costs the host some 5 us more, which a span holds.

@@ -235,3 +235,26 @@ def test_a_wrong_setting_leaves_no_run(
 def test_a_run_of_another_plan_is_not_resumed(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main([*cli.arguments, "resume=no-such-run"]) == 1
     assert "resume=no-such-run: no such run" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "harness", "--help"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_collect_prints_what_can_be_published(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    _, last, _ = cli.run("batch=1", "tp=1")
+    capsys.readouterr()
+    assert entry.main(["collect", last["run"], "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("| ok | 1 | 1 | true | off | 100 |")
+    assert entry.main(["collect", "--csv", last["run"]]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert dict(zip(header.split(","), row.split(","), strict=True))["output_tok_s"] == "100.0"
+    assert entry.main(["collect", last["run"], "--html"]) == 2
