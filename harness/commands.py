@@ -15,7 +15,7 @@ from rich.table import Table
 
 from engine.errors import ConfigError
 from harness import ceilings
-from harness.config import AXES, SettingsError
+from harness.config import AXES, SettingsError, as_written
 from harness.execute import Execution
 from harness.fingerprint import surroundings
 from harness.machine import Machine
@@ -62,7 +62,7 @@ def points_table(plan: Plan) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("skipped because", overflow="fold")
     for point in plan.points:
-        axes = (_text(point.axes[axis]) for axis in varying)
+        axes = (as_written(point.axes[axis]) for axis in varying)
         table.add_row(
             str(point.index), point.point_id, point.engine_key[:6], *axes, point.skip or ""
         )
@@ -76,16 +76,12 @@ def headline(plan: Plan) -> str:
 
 
 def _values(plan: Plan, axis: str) -> list[str]:
-    return list(dict.fromkeys(_text(point.axes[axis]) for point in plan.points))
+    return list(dict.fromkeys(as_written(point.axes[axis]) for point in plan.points))
 
 
 def stdout() -> Console:
     """A console that keeps a table's columns when stdout is a pipe or a file."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = None) -> int:

@@ -130,6 +130,11 @@ class BenchConfig:
     results_dir: str = "results/runs"  # run folders are made here
 
 
+def as_written(value: Any) -> str:
+    """A value as a command line has it: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def register() -> None:
     """Makes the schema known to Hydra as `schema`, which conf/config.yaml names first."""
     from hydra.core.config_store import ConfigStore

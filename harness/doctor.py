@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness.config import CHOICES
+from harness.config import CHOICES, as_written
 from harness.machine import Machine, skip_reason
 
 OPTIONAL = {
@@ -52,8 +52,7 @@ def axes_table(machine: Machine) -> Table:
     """One row an axis value: whether a point with it runs here, or why not."""
     table = Table("axis", "value", "here", box=None, pad_edge=False)
     for axis, value, reason in axis_values(machine):
-        shown = str(value).lower() if isinstance(value, bool) else str(value)
-        table.add_row(axis, shown, "runs" if reason is None else reason)
+        table.add_row(axis, as_written(value), "runs" if reason is None else reason)
     return table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -13,6 +12,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from harness.fingerprint import digest
 
 # Only variables that change how the engine runs; a name that looks like a secret is left out even
 # then, and what stands before an @ in a URL is cut.
@@ -166,7 +167,7 @@ def fingerprint(machine: dict[str, Any] | None = None) -> str:
         "gpus": [[g["name"], g["memory_bytes"], g["driver"]] for g in machine.get("gpus", ())],
         "os": machine.get("os"),
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    return digest(what)
 
 
 @cache

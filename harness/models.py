@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from harness.fingerprint import digest
 
 _COMMON = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -181,8 +181,7 @@ def byte_tokenizer() -> Any:
 def _built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
     """`<cache>/models/<name>-<hash of recipe>`, written beside it and renamed when whole, so that a
     reader never sees half of it and two builders cannot disturb each other."""
-    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
-    target = cache_root() / "models" / f"{name}-{digest}"
+    target = cache_root() / "models" / f"{name}-{digest(recipe, 8)}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

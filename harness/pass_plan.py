@@ -75,7 +75,7 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
     if profiler and effective["tp"] == 1:
         notes.append("instrument profiler left out: tp=1 has no collectives")
     elif profiler:
-        passes.append(TimedPass(PROFILER, {"profiler": observers.Profiler()}))
+        passes.append(TimedPass(PROFILER, {"profiler": observers.ProfilerObserver}))
     return passes, notes
 
 

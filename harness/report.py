@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config import ENGINE_AXES
+from harness.config import ENGINE_AXES, as_written
 from harness.runs import worst_status
 from harness.store import load
 
@@ -208,9 +208,7 @@ def _remark(point: pd.Series) -> str:
 def _text(value: Any) -> str:
     import pandas as pd
 
-    if pd.isna(value):
-        return "-"
-    return str(bool(value)).lower() if isinstance(value, bool) else str(value)
+    return "-" if pd.isna(value) else as_written(value)
 
 
 def markdown(run_dir: str | Path) -> str:

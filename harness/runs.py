@@ -11,7 +11,6 @@ results/runs/<experiment>-<UTC time>-<random>/
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import SettingsError
+from harness.fingerprint import file_digest
 from harness.plan import Plan, Point
 from harness.schema import STATUSES
 
@@ -95,7 +95,7 @@ class RunFolder:
         wall_s: float | None,
     ) -> None:
         """Marks the folder of `begin` as whole and moves it into place in one step."""
-        files = {path.name: _hash(path) for path in sorted(out.iterdir())}
+        files = {path.name: file_digest(path) for path in sorted(out.iterdir())}
         marker = Marker(point.point_id, process, status, reason, wall_s, _now(), files)
         write_json(out / "point.json", asdict(marker))
         target = self.path / "points" / folder_name(point, process)
@@ -180,7 +180,7 @@ def read_marker(folder: Path) -> Marker | None:
     """point.json of a finished point; None without one, or if a table differs from its hash."""
     try:
         marker = Marker(**json.loads((folder / "point.json").read_text(encoding="utf-8")))
-        whole = all(_hash(folder / name) == digest for name, digest in marker.files.items())
+        whole = all(file_digest(folder / name) == digest for name, digest in marker.files.items())
     except (OSError, ValueError, TypeError):
         return None
     return marker if whole else None
@@ -251,11 +251,6 @@ def _try_lock(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _now() -> str:

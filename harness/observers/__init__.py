@@ -1,8 +1,8 @@
 """Listeners at the engine's seam, built in each rank: timers, counts, NVTX ranges.
 
-A factory is a small frozen dataclass, because it is pickled to the ranks. The timer stands last in
-`factories()`: observers hear `before` in order and `after` in reverse, so nothing of another one
-falls between its two readings.
+An observer's class is its factory, pickled to the ranks by name; where it takes settings, a small
+frozen dataclass holds them. The timer stands last in `factories()`: observers hear `before` in
+order and `after` in reverse, so nothing of another one falls between its two readings.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from collections.abc import Sequence
 
 from engine.comm.types import ObserverFactory
 from harness.observers.backlog import Backlog, BacklogObserver
-from harness.observers.counts import CountObserver, Counts
-from harness.observers.events import EventObserver, Events
-from harness.observers.host import HostTimer, HostTimerObserver
-from harness.observers.nvtx import NVTX_DOMAIN, Nvtx, NvtxObserver, nvtx_missing
-from harness.observers.profiler import Profiler, ProfilerObserver
+from harness.observers.counts import CountObserver
+from harness.observers.events import EventObserver
+from harness.observers.host import HostTimerObserver
+from harness.observers.nvtx import NVTX_DOMAIN, NvtxObserver, nvtx_missing
+from harness.observers.profiler import ProfilerObserver
 from harness.observers.stamps import Stamp, StampObserver
 
-_TIMERS: dict[str, ObserverFactory] = {"host": HostTimer(), "stamps": Stamp(), "events": Events()}
+_TIMERS: dict[str, ObserverFactory] = {
+    "host": HostTimerObserver,
+    "stamps": Stamp(),
+    "events": EventObserver,
+}
 _INSTRUMENTS = ("counts", "nvtx", "collectives")
 
 
@@ -32,8 +36,8 @@ def factories(instrument: Sequence[str], timing: str = "host") -> dict[str, Obse
     if unknown:
         raise ValueError(f"instrument={unknown}: choose among {', '.join(_INSTRUMENTS)}")
     made: dict[str, ObserverFactory] = {
-        "counts": Counts(),
-        "nvtx": Nvtx(),
+        "counts": CountObserver,
+        "nvtx": NvtxObserver,
         "collectives": _TIMERS[timing],
     }
     return {name: make for name, make in made.items() if name in instrument}
@@ -44,14 +48,9 @@ __all__ = [
     "Backlog",
     "BacklogObserver",
     "CountObserver",
-    "Counts",
     "EventObserver",
-    "Events",
-    "HostTimer",
     "HostTimerObserver",
-    "Nvtx",
     "NvtxObserver",
-    "Profiler",
     "ProfilerObserver",
     "Stamp",
     "StampObserver",

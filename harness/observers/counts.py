@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from engine.comm.types import Collective, CollectiveObserver, ObserverContext, StepInfo
 from harness.records import CountRecord
 
@@ -26,11 +24,3 @@ class CountObserver(CollectiveObserver):
 
     def result(self) -> CountRecord:
         return self._record
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Factory of CountObserver."""
-
-    def __call__(self, context: ObserverContext) -> CollectiveObserver:
-        return CountObserver(context)

@@ -8,12 +8,11 @@ step begins, after waiting for them; the host then never runs ahead of the GPU.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from engine.comm.types import CollectiveObserver, ObserverContext
+from engine.comm.types import ObserverContext
 from harness.observers.device import BEGIN, END, FIRST, SLOTS, DeviceTimer
 
 PREPARED = FIRST + 2 * 64  # events made before the first step; more are made as steps need them
@@ -168,11 +167,3 @@ class CudaEvents:
         values = np.unique(readings + replayed)
         tick = int(np.diff(values).min()) if len(values) > 1 else int(values[0])
         return tick, round(float(np.mean(readings))), round(float(np.mean(replayed)))
-
-
-@dataclass(frozen=True)
-class Events:
-    """Factory of EventObserver."""
-
-    def __call__(self, context: ObserverContext) -> CollectiveObserver:
-        return EventObserver(context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter_ns
 
 from engine.comm.types import (
@@ -96,11 +95,3 @@ class HostTimerObserver(CollectiveObserver):
         self.after(nothing)
         row = self._collectives.array[self._row]
         return int(row["after_ns"] - row["before_ns"])
-
-
-@dataclass(frozen=True)
-class HostTimer:
-    """Factory of HostTimerObserver."""
-
-    def __call__(self, context: ObserverContext) -> CollectiveObserver:
-        return HostTimerObserver(context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from engine.comm.types import Collective, CollectiveObserver, ObserverContext, StepInfo
@@ -65,14 +64,6 @@ class NvtxObserver(CollectiveObserver):
         )
         self._ranges[key] = built
         return built
-
-
-@dataclass(frozen=True)
-class Nvtx:
-    """Factory of NvtxObserver."""
-
-    def __call__(self, context: ObserverContext) -> CollectiveObserver:
-        return NvtxObserver(context)
 
 
 def nvtx_missing() -> str | None:

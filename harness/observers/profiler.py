@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -109,11 +108,3 @@ def communication_kernels(profile: Any) -> list[tuple[str, int, int]]:
     """(name, begin ns, duration ns) of the communication kernels, by begin."""
     found = [kernel for kernel in profile.kernels() if kernel[0].startswith(KERNEL)]
     return sorted(found, key=lambda kernel: kernel[1])
-
-
-@dataclass(frozen=True)
-class Profiler:
-    """Factory of ProfilerObserver."""
-
-    def __call__(self, context: ObserverContext) -> CollectiveObserver:
-        return ProfilerObserver(context)

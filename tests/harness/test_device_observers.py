@@ -293,7 +293,7 @@ def test_too_few_decode_steps_for_a_profile_are_said() -> None:
 def test_factories_survive_pickling_and_name_the_timer() -> None:
     assert pickle.loads(pickle.dumps(Stamp(collectives=False))) == Stamp(collectives=False)
     assert pickle.loads(pickle.dumps(Backlog(5.0, 3))) == Backlog(5.0, 3)
-    for timing, made in (("stamps", Stamp()), ("events", observers.Events())):
+    for timing, made in (("stamps", Stamp()), ("events", EventObserver)):
         assert observers.factories(["counts", "collectives"], timing)["collectives"] == made
 
 

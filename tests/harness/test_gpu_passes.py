@@ -50,7 +50,7 @@ def test_a_point_of_graphs(tmp_path: Path) -> None:
     20 us more; clean steps of 1000 us, timed ones of 1060."""
     outcome, results, backend = measure(tmp_path, "graph", **GRAPH)
     assert outcome == PointOutcome("ok", None, True)
-    assert backend.passes == [["Stamp"], ["Counts", "Stamp"]]
+    assert backend.passes == [["Stamp"], ["CountObserver", "Stamp"]]
     rows = results.collectives
     assert set(rows["pass"]) == {"graph_timed"} and set(rows["source"]) == {"stamps"}
     assert len(rows) == 5 * 7 * 2
@@ -104,7 +104,7 @@ def test_device_and_host_times_of_steps_stand_apart(tmp_path: Path) -> None:
 def test_an_eager_point_has_backlog_and_span(tmp_path: Path) -> None:
     outcome, results, backend = measure(tmp_path, "eager", starved=[2, 4], **EAGER)
     assert outcome.status == "ok"
-    assert backend.passes == [["Stamp"], ["Backlog", "Counts", "Stamp"], ["Stamp"]]
+    assert backend.passes == [["Stamp"], ["Backlog", "CountObserver", "Stamp"], ["Stamp"]]
     rows = results.collectives
     held, span = rows[rows["pass"] == "backlog"], rows[rows["pass"] == "span"]
     assert len(held) == len(span) == 5 * 7 * 2

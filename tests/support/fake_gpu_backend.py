@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from engine.comm.types import Kind
-from harness.observers import Backlog, Counts, Events, Profiler, Stamp
+from harness.observers import (
+    Backlog,
+    CountObserver,
+    EventObserver,
+    ProfilerObserver,
+    Stamp,
+)
 from harness.records import (
     STEP_DTYPE,
     BacklogRecord,
@@ -22,6 +28,11 @@ FLOOR_NS, GRAPH_FLOOR_NS, TICK_NS = 3_000, 2_000, 1_000
 LATENCY_NS, WAIT_NS, SPAN_NS, KERNEL_NS = 10_000, 20_000, 100_000, 8_000
 CLEAN_NS, TIMED_NS = 1_000_000, 1_060_000
 NAMES = {Kind.ALL_REDUCE: "AllReduce_Sum_f32", Kind.GATHER: "SendRecv", Kind.BROADCAST: "Broadcast"}
+
+
+def name_of(factory: Any) -> str:
+    """Of a class that is a factory, or of the class of one with settings."""
+    return str(getattr(factory, "__name__", type(factory).__name__))
 
 
 class FakeGpuBackend(FakeBackend):
@@ -43,7 +54,7 @@ class FakeGpuBackend(FakeBackend):
 
     def attach(self, factories: Sequence[Any]) -> None:
         self._observers = list(factories)
-        self.passes.append([type(f).__name__ for f in factories])
+        self.passes.append([name_of(f) for f in factories])
         self._since = []
 
     def drain_steps(self) -> list[np.ndarray]:
@@ -57,21 +68,21 @@ class FakeGpuBackend(FakeBackend):
 
     def detach(self) -> list[list[Any]]:
         made, self._observers = self._observers, []
-        kinds = {type(f).__name__ for f in made}
+        kinds = {name_of(f) for f in made}
         return [[self._result(f, kinds, rank) for f in made] for rank in range(self.tp)]
 
     def _result(self, factory: Any, kinds: set[str], rank: int) -> Any:
-        if isinstance(factory, Stamp | Events):
+        if isinstance(factory, Stamp) or factory is EventObserver:
             timed = not isinstance(factory, Stamp) or factory.collectives
             return self._record(rank, timed, "Backlog" in kinds)
-        if isinstance(factory, Counts):
+        if factory is CountObserver:
             return self._counts(rank)
         if isinstance(factory, Backlog):
             numbers = np.array([step for step, *_ in self._since])
             half = len(numbers) // 2  # the warm-up comes first
             bad = np.isin(np.arange(len(numbers)) - half, self.starved) & (rank == 1)
             return BacklogRecord(rank, numbers, bad, 40_000.0)
-        assert isinstance(factory, Profiler), factory
+        assert factory is ProfilerObserver, factory
         return self._profile(rank)
 
     def replays(self, phase: int) -> bool:
