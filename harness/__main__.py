@@ -72,9 +72,9 @@ def collect(arguments: Sequence[str]) -> int:
         text = report.csv(run) if flags == ["--csv"] else report.markdown(run)
         print(text.rstrip("\n"))
         return 0
-    from rich.console import Console
+    from harness.console import stdout
 
-    report.print_summary(run, Console())
+    report.print_summary(run, stdout())
     return 0
 
 

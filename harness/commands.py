@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from engine.errors import ConfigError
 from harness import ceilings
 from harness.config import AXES, SettingsError, as_written
+from harness.console import print_line, print_table, stdout
 from harness.execute import Execution
 from harness.fingerprint import surroundings
 from harness.machine import Machine
@@ -25,8 +23,7 @@ from harness.runs import FAILED, KEPT, RunFolder, open_run
 from harness.session import Outcome
 from harness.worker import Functions
 
-PIPE_WIDTH = 160
-"""Columns of a table where stdout is no terminal; rich would take 80 and cut the reasons."""
+SKIPPED = "skipped because"
 
 
 def make_plan(configs: Sequence[dict[str, Any]]) -> Plan | None:
@@ -44,29 +41,21 @@ def list_points(configs: Sequence[dict[str, Any]]) -> int:
     if plan is None:
         return 1
     console = stdout()
-    console.print(headline(plan), highlight=False)
-    console.print(points_table(plan))
+    print_line(console, headline(plan))
+    varying = [axis for axis in AXES if len(_values(plan, axis)) > 1]
+    headings = ["#", "point", "engine", *varying, SKIPPED]
+    rows = [
+        [str(point.index), point.point_id, point.engine_key[:6]]
+        + [as_written(point.axes[axis]) for axis in varying]
+        + [point.skip or ""]
+        for point in plan.points
+    ]  # an axis that has one value everywhere is no column
+    print_table(console, headings, rows, wrapped=SKIPPED)
     skipped = sum(point.skip is not None for point in plan.points)
-    console.print(
-        f"{len(plan.points)} points, {skipped} skipped, {plan.engine_starts} engine starts",
-        highlight=False,
+    print_line(
+        console, f"{len(plan.points)} points, {skipped} skipped, {plan.engine_starts} engine starts"
     )
     return 0
-
-
-def points_table(plan: Plan) -> Table:
-    """One row a point; an axis that has one value everywhere is no column."""
-    varying = [axis for axis in AXES if len(_values(plan, axis)) > 1]
-    table = Table(box=None, pad_edge=False)
-    for name in ("#", "point", "engine", *varying):
-        table.add_column(name, no_wrap=True)
-    table.add_column("skipped because", overflow="fold")
-    for point in plan.points:
-        axes = (as_written(point.axes[axis]) for axis in varying)
-        table.add_row(
-            str(point.index), point.point_id, point.engine_key[:6], *axes, point.skip or ""
-        )
-    return table
 
 
 def headline(plan: Plan) -> str:
@@ -77,11 +66,6 @@ def headline(plan: Plan) -> str:
 
 def _values(plan: Plan, axis: str) -> list[str]:
     return list(dict.fromkeys(as_written(point.axes[axis]) for point in plan.points))
-
-
-def stdout() -> Console:
-    """A console that keeps a table's columns when stdout is a pipe or a file."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = None) -> int:

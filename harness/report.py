@@ -227,15 +227,10 @@ def csv(run_dir: str | Path) -> str:
 
 
 def print_summary(run_dir: str | Path, console: Console) -> None:
-    """Prints the table; reasons wrap, figures do not."""
-    from rich.table import Table
+    """Prints the table; reasons wrap, figures and settings do not, however narrow the console."""
+    from harness.console import print_line, print_table
 
     headings, rows, same = view(summary(run_dir))
-    table = Table(title=same, title_justify="left", box=None, pad_edge=False)
-    left = set(headings) - {p[0] for p in (*_PRINTED, *_EXTRA, _MBU)}
-    for heading in headings:
-        justify: Any = "left" if heading in left else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading == "status")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, highlight=False)
+    print_line(console, same)
+    right = [p[0] for p in (*_PRINTED, *_EXTRA, _MBU)]
+    print_table(console, headings, rows, wrapped="reason", right=right)

@@ -258,3 +258,15 @@ def test_collect_prints_what_can_be_published(cli: Cli, capsys: pytest.CaptureFi
     header, row = capsys.readouterr().out.splitlines()
     assert dict(zip(header.split(","), row.split(","), strict=True))["output_tok_s"] == "100.0"
     assert entry.main(["collect", last["run"], "--html"]) == 2
+
+
+def test_collect_is_as_wide_in_a_pipe_as_run_is(cli: Cli) -> None:
+    with cli.start("batch=1", "tp=1,2") as process:
+        out, _ = process.communicate(timeout=120)
+    table = out.splitlines()[:-1]
+    run = json.loads(out.splitlines()[-1])["run"]
+    again = subprocess.run(
+        [sys.executable, "-m", "harness", "collect", run],
+        capture_output=True, text=True, cwd=ROOT, timeout=60, env={**os.environ, "COLUMNS": "30"},
+    )  # fmt: skip
+    assert again.stdout.splitlines() == table

@@ -129,6 +129,27 @@ def test_the_printed_table_has_every_point_with_its_reason(run: Path) -> None:
     assert "needs a GPU" in by_status[3] and " 0 " not in by_status[3]
 
 
+@pytest.mark.parametrize("width", [10, 40, 80, 300])
+def test_no_figure_or_setting_is_broken_at_any_width(run: Path, width: int) -> None:
+    """Every row's words but the reason's stand whole on one line; brackets are text."""
+    reason = "a longer explanation [in brackets] that wraps " * 3
+    write(run, 6, "error", tp=2, batch=1, attention="flash2", reason=reason)
+    console = Console(width=width, file=io.StringIO())
+    report.print_summary(run, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    headings, rows, same = report.view(report.summary(run))
+    assert lines[0] == same
+    found = [line.split() for line in lines if line.startswith(("ok", "skip", "error", "contam"))]
+    assert [words[: len(headings) - 1] for words in found] == [row[:-1] for row in rows]
+    last = lines.index(
+        next(line for line in lines if line.startswith("error   ") and "fla" in line)
+    )
+    column = lines[last].index("a longer")
+    wrapped = " ".join(" ".join(line[column:].split()) for line in lines[last:])
+    assert wrapped.split() == reason.split()
+    assert (len(lines) > last + 1) == (width < 300)
+
+
 def test_markdown_and_csv_are_views_of_the_same_rows(run: Path) -> None:
     table = [line for line in report.markdown(run).splitlines() if line.startswith("|")]
     assert len(table) == 8
