@@ -21,6 +21,7 @@ from harness.models import ModelError, cache_root
 from harness.plan import Plan, Point, build
 from harness.runs import FAILED, KEPT, RunFolder, open_run
 from harness.session import Outcome
+from harness.trace import TraceError
 from harness.worker import Functions
 
 SKIPPED = "skipped because"
@@ -30,7 +31,7 @@ def make_plan(configs: Sequence[dict[str, Any]]) -> Plan | None:
     """The plan of this machine, or None after saying on stderr which setting cannot stand."""
     try:
         return build(configs, machine=Machine.probe(), surroundings=surroundings())
-    except (SettingsError, ConfigError, ModelError) as error:
+    except (SettingsError, ConfigError, ModelError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return None
 

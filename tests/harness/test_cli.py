@@ -232,6 +232,19 @@ def test_a_wrong_setting_leaves_no_run(
     assert not cli.results.exists()
 
 
+@pytest.mark.parametrize("verb", ["run", "list"])
+def test_a_trace_that_cannot_be_read_leaves_no_run(
+    cli: Cli, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = cli.folder / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,1,2\n2024-01-01,1_0,2\n")
+    words = ["workload=trace", f"workload.trace={trace}", "workload.num_requests=2"]
+    assert entry.main([verb, *cli.arguments, *words]) == 1
+    error = f"error: {trace}, line 3: '1_0' is no number of tokens\n"
+    assert capsys.readouterr().err == error
+    assert not cli.results.exists()
+
+
 def test_a_run_of_another_plan_is_not_resumed(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main([*cli.arguments, "resume=no-such-run"]) == 1
     assert "resume=no-such-run: no such run" in capsys.readouterr().err
