@@ -6,8 +6,10 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from engine.errors import ConfigError
@@ -17,14 +19,17 @@ from harness.console import print_line, print_table, stdout
 from harness.execute import Execution
 from harness.fingerprint import surroundings
 from harness.machine import Machine
+from harness.marker import FAILED, KEPT
 from harness.models import ModelError, cache_root
 from harness.plan import Plan, Point, build
-from harness.runs import FAILED, KEPT, RunFolder, open_run
+from harness.runs import RunFolder, StorageError, open_run
 from harness.session import Outcome
+from harness.store import StoreError
 from harness.trace import TraceError
 from harness.worker import Functions
 
 SKIPPED = "skipped because"
+AGAIN = "the same command continues this run"
 
 
 def make_plan(configs: Sequence[dict[str, Any]]) -> Plan | None:
@@ -80,50 +85,86 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    # A scheduler's SIGTERM ends a run as Ctrl-C does: finished points stay, no engine is left.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    interrupted = False
+    interrupted = complete = reported = False
     try:
-        execution = Execution(run, functions or Functions(), write_status, cache_root() / "compile")
-        with execution.reporter() as reporter:
-            reporter.say(_announcement(run, execution))
-            if any(point.skip is None and point.cfg["device"] == "cuda" for point in plan.points):
-                missing = ceilings.ensure(cfg)
-                if missing is not None:
-                    reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
+        with interrupted_once():
             try:
-                complete = execution.go(reporter)
+                complete = _execute(run, functions or Functions())
             except KeyboardInterrupt:
-                complete, interrupted = False, True
-            if not complete:
-                reporter.say(
-                    f"{'interrupted' if interrupted else 'stopped by fail_fast'}; the same command "
-                    "continues this run"
-                )
+                interrupted = True
+                print(f"interrupted; {AGAIN}", file=sys.stderr)
+            except StorageError as error:
+                print(f"error: {error}", file=sys.stderr)
+            try:
+                run.close()
+                reported = report(run)
+            except KeyboardInterrupt:
+                interrupted = True
+            print(result_line(run), flush=True)
     finally:
         run.close()
-    reported = report(run)
     failed = any(run.counts().get(status) for status in FAILED)
     return 130 if interrupted else int(failed or not complete or not reported)
 
 
+def _execute(run: RunFolder, functions: Functions) -> bool:
+    """True if every point has a row."""
+    points = run.plan.points
+    execution = Execution(run, functions, write_status, cache_root() / "compile")
+    with execution.reporter() as reporter:
+        reporter.say(_announcement(run, execution))
+        if any(point.skip is None and point.cfg["device"] == "cuda" for point in points):
+            missing = ceilings.ensure(points[0].cfg)
+            if missing is not None:
+                reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
+        complete = execution.go(reporter)
+        if not complete:
+            reporter.say(f"stopped by fail_fast; {AGAIN}")
+    return complete
+
+
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Ctrl-C, or a scheduler's SIGTERM, raises KeyboardInterrupt once; what follows is ending the
+    engine and printing what is there, which a second one must not break off."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # else the process is about to end
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
 def report(run: RunFolder) -> bool:
-    """The summary tables, then the line for scripts; False if the tables could not be made."""
+    """Prints the summary tables; False if they could not be made."""
     from harness.report import print_summary
 
-    made = True
     try:
         print_summary(run.path, stdout())
+        return True
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
     except Exception:
-        made = False
         traceback.print_exc()
         print(f"the rows are in {run.path}; python -m harness collect prints them", file=sys.stderr)
+    return False
+
+
+def result_line(run: RunFolder) -> str:
+    """One line of JSON for scripts: the run's folder and its points by status."""
     counts = run.counts()
     line: dict[str, Any] = {"run": str(run.path), "points": len(run.plan.points)}
     line |= {status: counts.get(status, 0) for status in (*KEPT, *FAILED)}
     line["pending"] = len(run.plan.points) - sum(counts.values())
-    print(json.dumps(line, separators=(",", ":")), flush=True)
-    return made
+    return json.dumps(line, separators=(",", ":"))
 
 
 def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Outcome) -> None:

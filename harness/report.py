@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config import ENGINE_AXES, as_written
-from harness.runs import worst_status
+from harness.marker import worst_status
 from harness.store import load
 from harness.telemetry import BUSY
 
