@@ -113,6 +113,16 @@ def test_instruments_are_a_list() -> None:
     assert composed("instrument.nvtx=false")[0]["instrument"] == ["collectives", "counts"]
 
 
+@pytest.mark.parametrize("name", ["workload.trace", "model.path", "results_dir"])
+def test_a_quoted_path_is_one_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = "a,b = [c] {d}(e)/f.csv"
+    (cfg,) = composed(f'{name}="{path}"')
+    *section, key = name.split(".")
+    assert (cfg[section[0]] if section else cfg)[key] == path
+    assert refused(f"{name}={path}")
+    assert "is quoted: 'workload.trace=\"a,b.csv\"'" in capsys.readouterr().err
+
+
 def test_arrivals_need_no_quotes_for_hydra() -> None:
     arrivals = [c["workload"]["arrivals"] for c in composed("workload.arrivals=all,poisson(2.5)")]
     assert arrivals == ["all", "poisson(2.5)"]
