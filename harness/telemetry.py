@@ -82,7 +82,9 @@ def _cpu_clock() -> Reading:
 
 
 def _cores() -> Reading:
-    return "cores", "1", float(len(os.sched_getaffinity(0))), None
+    from harness.hardware import cpu_cores
+
+    return "cores", "1", float(cpu_cores()), None
 
 
 def _busy() -> Reading:
@@ -93,7 +95,7 @@ def _busy() -> Reading:
         mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         fields = [line.split() for line in lines if line.split(" ", 1)[0] in mine]
         ticks = sum(int(f[at]) for f in fields for at in (1, 2, 3, 8))  # user, nice, system, steal
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, AttributeError):
         ticks = 0
     if not ticks:
         return "cpu_busy_s", "s", None, "the system does not count the CPU time of its cores"
