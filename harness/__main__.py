@@ -67,14 +67,18 @@ def collect(arguments: Sequence[str]) -> int:
         print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
         return 2
     from harness import report
+    from harness.console import stdout
+    from harness.store import StoreError
 
-    if flags:
-        text = report.csv(run) if flags == ["--csv"] else report.markdown(run)
-        print(text.rstrip("\n"))
-        return 0
-    from rich.console import Console
-
-    report.print_summary(run, Console())
+    try:
+        if flags:
+            text = report.csv(run) if flags == ["--csv"] else report.markdown(run)
+            print(text.rstrip("\n"))
+        else:
+            report.print_summary(run, stdout())
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -6,34 +6,37 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from engine.errors import ConfigError
 from harness import ceilings
 from harness.config import AXES, SettingsError, as_written
+from harness.console import print_line, print_table, stdout
 from harness.execute import Execution
 from harness.fingerprint import surroundings
 from harness.machine import Machine
+from harness.marker import FAILED, KEPT
 from harness.models import ModelError, cache_root
 from harness.plan import Plan, Point, build
-from harness.runs import FAILED, KEPT, RunFolder, open_run
+from harness.runs import RunFolder, StorageError, open_run
 from harness.session import Outcome
+from harness.store import StoreError
+from harness.trace import TraceError
 from harness.worker import Functions
 
-PIPE_WIDTH = 160
-"""Columns of a table where stdout is no terminal; rich would take 80 and cut the reasons."""
+SKIPPED = "skipped because"
+AGAIN = "the same command continues this run"
 
 
 def make_plan(configs: Sequence[dict[str, Any]]) -> Plan | None:
     """The plan of this machine, or None after saying on stderr which setting cannot stand."""
     try:
         return build(configs, machine=Machine.probe(), surroundings=surroundings())
-    except (SettingsError, ConfigError, ModelError) as error:
+    except (SettingsError, ConfigError, ModelError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return None
 
@@ -44,29 +47,21 @@ def list_points(configs: Sequence[dict[str, Any]]) -> int:
     if plan is None:
         return 1
     console = stdout()
-    console.print(headline(plan), highlight=False)
-    console.print(points_table(plan))
+    print_line(console, headline(plan))
+    varying = [axis for axis in AXES if len(_values(plan, axis)) > 1]
+    headings = ["#", "point", "engine", *varying, SKIPPED]
+    rows = [
+        [str(point.index), point.point_id, point.engine_key[:6]]
+        + [as_written(point.axes[axis]) for axis in varying]
+        + [point.skip or ""]
+        for point in plan.points
+    ]  # an axis that has one value everywhere is no column
+    print_table(console, headings, rows, wrapped=SKIPPED)
     skipped = sum(point.skip is not None for point in plan.points)
-    console.print(
-        f"{len(plan.points)} points, {skipped} skipped, {plan.engine_starts} engine starts",
-        highlight=False,
+    print_line(
+        console, f"{len(plan.points)} points, {skipped} skipped, {plan.engine_starts} engine starts"
     )
     return 0
-
-
-def points_table(plan: Plan) -> Table:
-    """One row a point; an axis that has one value everywhere is no column."""
-    varying = [axis for axis in AXES if len(_values(plan, axis)) > 1]
-    table = Table(box=None, pad_edge=False)
-    for name in ("#", "point", "engine", *varying):
-        table.add_column(name, no_wrap=True)
-    table.add_column("skipped because", overflow="fold")
-    for point in plan.points:
-        axes = (as_written(point.axes[axis]) for axis in varying)
-        table.add_row(
-            str(point.index), point.point_id, point.engine_key[:6], *axes, point.skip or ""
-        )
-    return table
 
 
 def headline(plan: Plan) -> str:
@@ -77,11 +72,6 @@ def headline(plan: Plan) -> str:
 
 def _values(plan: Plan, axis: str) -> list[str]:
     return list(dict.fromkeys(as_written(point.axes[axis]) for point in plan.points))
-
-
-def stdout() -> Console:
-    """A console that keeps a table's columns when stdout is a pipe or a file."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = None) -> int:
@@ -95,50 +85,86 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    # A scheduler's SIGTERM ends a run as Ctrl-C does: finished points stay, no engine is left.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    interrupted = False
+    interrupted = complete = reported = False
     try:
-        execution = Execution(run, functions or Functions(), write_status, cache_root() / "compile")
-        with execution.reporter() as reporter:
-            reporter.say(_announcement(run, execution))
-            if any(point.skip is None and point.cfg["device"] == "cuda" for point in plan.points):
-                missing = ceilings.ensure(cfg)
-                if missing is not None:
-                    reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
+        with interrupted_once():
             try:
-                complete = execution.go(reporter)
+                complete = _execute(run, functions or Functions())
             except KeyboardInterrupt:
-                complete, interrupted = False, True
-            if not complete:
-                reporter.say(
-                    f"{'interrupted' if interrupted else 'stopped by fail_fast'}; the same command "
-                    "continues this run"
-                )
+                interrupted = True
+                print(f"interrupted; {AGAIN}", file=sys.stderr)
+            except StorageError as error:
+                print(f"error: {error}", file=sys.stderr)
+            try:
+                run.close()
+                reported = report(run)
+            except KeyboardInterrupt:
+                interrupted = True
+            print(result_line(run), flush=True)
     finally:
         run.close()
-    reported = report(run)
     failed = any(run.counts().get(status) for status in FAILED)
     return 130 if interrupted else int(failed or not complete or not reported)
 
 
+def _execute(run: RunFolder, functions: Functions) -> bool:
+    """True if every point has a row."""
+    points = run.plan.points
+    execution = Execution(run, functions, write_status, cache_root() / "compile")
+    with execution.reporter() as reporter:
+        reporter.say(_announcement(run, execution))
+        if any(point.skip is None and point.cfg["device"] == "cuda" for point in points):
+            missing = ceilings.ensure(points[0].cfg)
+            if missing is not None:
+                reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
+        complete = execution.go(reporter)
+        if not complete:
+            reporter.say(f"stopped by fail_fast; {AGAIN}")
+    return complete
+
+
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Ctrl-C, or a scheduler's SIGTERM, raises KeyboardInterrupt once; what follows is ending the
+    engine and printing what is there, which a second one must not break off."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # else the process is about to end
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
 def report(run: RunFolder) -> bool:
-    """The summary tables, then the line for scripts; False if the tables could not be made."""
+    """Prints the summary tables; False if they could not be made."""
     from harness.report import print_summary
 
-    made = True
     try:
         print_summary(run.path, stdout())
+        return True
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
     except Exception:
-        made = False
         traceback.print_exc()
         print(f"the rows are in {run.path}; python -m harness collect prints them", file=sys.stderr)
+    return False
+
+
+def result_line(run: RunFolder) -> str:
+    """One line of JSON for scripts: the run's folder and its points by status."""
     counts = run.counts()
     line: dict[str, Any] = {"run": str(run.path), "points": len(run.plan.points)}
     line |= {status: counts.get(status, 0) for status in (*KEPT, *FAILED)}
     line["pending"] = len(run.plan.points) - sum(counts.values())
-    print(json.dumps(line, separators=(",", ":")), flush=True)
-    return made
+    return json.dumps(line, separators=(",", ":"))
 
 
 def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Outcome) -> None:

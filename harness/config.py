@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -196,6 +197,7 @@ def validate(cfg: dict[str, Any]) -> None:
     """
     for name, allowed in CHOICES.items():
         _choice(name, _get(cfg, name), allowed)
+    _finite(cfg, "")
     _ranges(cfg)
     _workload(cfg)
     if cfg["measure"]["max_repeats"] < cfg["measure"]["min_repeats"]:
@@ -230,6 +232,14 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     was_off = value == "False" and "off" in allowed  # YAML 1.1 reads a bare off as false
     hint = ' (in a YAML file write "off" in quotes)' if was_off else ""
     raise SettingsError(f"{name}={value}: choose one of {', '.join(allowed)}{hint}")
+
+
+def _finite(cfg: dict[str, Any], prefix: str) -> None:
+    for name, value in cfg.items():
+        if isinstance(value, dict):
+            _finite(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise SettingsError(f"{prefix}{name}={value}: give a finite number")
 
 
 def _ranges(cfg: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from harness.marker import FAILED, KEPT
 from harness.plan import Plan, Point
 from harness.progress import Reporter
-from harness.runs import FAILED, KEPT, RunFolder
+from harness.runs import RunFolder, StorageError, storing
 from harness.session import Outcome, Session
 from harness.worker import Functions
 
@@ -81,7 +83,8 @@ class Execution:
         """True if every point has a row now; False where fail_fast stopped it.
 
         Raises:
-            KeyboardInterrupt: after the engine at work was ended; finished points are in place.
+            KeyboardInterrupt, StorageError: after the engine at work was ended; finished points are
+                in place.
         """
         for group in self.groups:
             if group[0].point.skip is not None:
@@ -89,7 +92,8 @@ class Execution:
                     self._record(unit, Outcome("skipped", unit.point.skip), None, 0.0, reporter)
             elif not self._run_group(group, reporter):
                 return False
-        self.run.mark_finished()
+        with storing(self.run.path):
+            self.run.mark_finished()
         return True
 
     def _run_group(self, group: Sequence[Unit], reporter: Reporter) -> bool:
@@ -136,11 +140,13 @@ class Execution:
             return self.cache_root / point.engine_key
         cold = self.run.path / "cache"
         shutil.rmtree(cold, ignore_errors=True)  # the engine that had it has ended
-        cold.mkdir()
+        with storing(self.run.path):
+            cold.mkdir()
         return cold
 
     def _measure(self, session: Session, unit: Unit, reporter: Reporter) -> Outcome:
-        out = self.run.begin(unit.point, unit.process)
+        with self._storing(unit, 0.0, reporter):
+            out = self.run.begin(unit.point, unit.process)
         reporter.point_begins(unit.point)
         since = time.monotonic()
         timeout_s = unit.point.cfg["measure"]["point_timeout_s"]
@@ -158,6 +164,22 @@ class Execution:
     def _record(
         self, unit: Unit, outcome: Outcome, out: Path | None, wall_s: float, reporter: Reporter
     ) -> None:
+        with self._storing(unit, wall_s, reporter):
+            self._write(unit, outcome, out, wall_s)
+        reporter.point_ended(unit.point, outcome.status, outcome.reason, wall_s)
+
+    @contextmanager
+    def _storing(self, unit: Unit, wall_s: float, reporter: Reporter) -> Iterator[None]:
+        """Where there is no room for a point's files, it ends as an error."""
+        try:
+            with storing(self.run.path):
+                yield
+        except StorageError as error:
+            self.run.lose(unit.point, unit.process)
+            reporter.point_ended(unit.point, "error", str(error), wall_s)
+            raise
+
+    def _write(self, unit: Unit, outcome: Outcome, out: Path | None, wall_s: float) -> None:
         if not outcome.has_tables:
             out = self.run.begin(unit.point, unit.process)  # nothing half-written stays
             self.write_status(out, unit.point, unit.process, self.run.run_id, outcome)
@@ -172,7 +194,6 @@ class Execution:
             reason=outcome.reason,
             wall_s=wall_s,
         )
-        reporter.point_ended(unit.point, outcome.status, outcome.reason, wall_s)
 
     def _kept(self, unit: Unit) -> bool:
         marker = self.run.marker(unit.point, unit.process)

@@ -21,7 +21,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -35,6 +35,8 @@ Handler = Callable[[list[dict[str, Any]]], int]
 INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
                "--version")  # fmt: skip
 """Flags with which Hydra prints something and runs nothing; it answers them itself."""
+
+QUOTING = """a value with a comma, a space, = or a bracket is quoted: 'workload.trace="a,b.csv"'"""
 
 
 def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
@@ -59,6 +61,8 @@ def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
             print(error.__cause__, file=sys.stderr)
+        if isinstance(error, OverrideParseException):
+            print(QUOTING, file=sys.stderr)
         return 1
 
 

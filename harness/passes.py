@@ -15,6 +15,7 @@ from harness.pass_plan import TimedPass
 from harness.records import CountRecord, RankRecord
 from harness.stats import relative_noise
 from harness.step_times import StepTimes
+from harness.telemetry import busy_note
 from harness.window import MeasurementError, Window, check_outputs, serve
 
 if TYPE_CHECKING:
@@ -110,6 +111,9 @@ class Passes:
         self.backend.reset_prefix_cache()
         self._warm_up(asked)
         self._repeat(asked)
+        if self.backend.effective["device"] == "cpu":
+            busy = busy_note((window.wall_s, window.telemetry) for window in self.plain)
+            self.notes += [] if busy is None else [busy]
         self._check_batch(asked)
         self._instrument(asked)
         built = {w.pass_name: w.built for w in self.windows if w.built}

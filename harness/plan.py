@@ -118,6 +118,7 @@ def build(
 
     Raises:
         SettingsError, ConfigError: a setting that no machine could run. Nothing has started then.
+        TraceError: a trace that cannot be read.
     """
     for cfg in configs:
         validate(cfg)
@@ -128,6 +129,7 @@ def build(
         if key not in models:
             models[key] = load_model(cfg["model"])
         check_limits(cfg, models[key].shape)
+    _check_traces(resolved)
     _fill_max_num_seqs(resolved)
 
     points: dict[str, Point] = {}
@@ -178,6 +180,15 @@ def check_limits(cfg: dict[str, Any], shape: ModelShape) -> None:
             f"workload.output_tokens={work['output_tokens']}: {longest} tokens a request, "
             f"above {name}, {limit}; shorten them"
         )
+
+
+def _check_traces(configs: Sequence[dict[str, Any]]) -> None:
+    """Reads every trace once as its points will."""
+    from harness.workload import traced
+
+    works = [cfg["workload"] for cfg in configs if cfg["workload"]["kind"] == "trace"]
+    for work in {(work["trace"], work["num_requests"]): work for work in works}.values():
+        traced(work)
 
 
 def axes_of(cfg: dict[str, Any]) -> dict[str, Any]:

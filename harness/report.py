@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config import ENGINE_AXES, as_written
-from harness.runs import worst_status
+from harness.marker import worst_status
 from harness.store import load
+from harness.telemetry import BUSY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,15 +52,16 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
     figures of _FIGURES, spread (standard deviation / median of output_tok_s over all repeats),
     scaling_efficiency, phase (that the step's figures are of: decode, or prefill where the workload
-    has no pure decode step), reason. A point of several fresh engines has the median of their
-    figures. Points that are not ok have no figures; contaminated ones have, under their status.
+    has no pure decode step), scaling_reason (why there is no efficiency), notes, reason. A point of
+    several fresh engines has the median of their figures. Points that are not ok have no figures;
+    contaminated ones have, under their status.
     """
     import pandas as pd
 
     results = load(run_dir)
     points = results.table(
         "points",
-        ["point_id", "process", "repeat", "index", "status", "reason", "requested", *AXES],
+        ["point_id", "process", "repeat", "index", "status", "reason", "notes", "requested", *AXES],
     )
     metrics = results.table(
         "metrics", ["point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks"]
@@ -75,13 +77,14 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
         row["repeats"] = len(group) if first["status"] in RANKED else 0
         measured = of_point.get(str(point_id)) if first["status"] in RANKED else None
         row |= _figures(measured)
+        row["notes"] = "; ".join(dict.fromkeys(group["notes"].dropna())) or None
         row["reason"] = first["reason"]
         rows.append(row)
     rows.sort(key=lambda row: int(row["index"]))
     asked = [row["settings"] for row in rows]
-    for row, efficiency in zip(rows, scaling_efficiency(rows), strict=True):
-        row["scaling_efficiency"] = efficiency
-    figures = [*_FIGURES, "spread", "scaling_efficiency", "phase"]
+    for row, (efficiency, reason) in zip(rows, scaling_efficiency(rows), strict=True):
+        row |= {"scaling_efficiency": efficiency, "scaling_reason": reason}
+    figures = [*_FIGURES, "spread", "scaling_efficiency", "phase", "scaling_reason", "notes"]
     names = ["index", "point_id", "status", *AXES, *_further(asked), "n_process", "repeats"]
     return pd.DataFrame(rows, columns=[*names, *figures, "reason"])
 
@@ -127,10 +130,13 @@ def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
     return found
 
 
-def scaling_efficiency(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """output_tok_s(tp) / (tp x output_tok_s(1)) with the point of tp=1 whose settings are all
-    equal but for tp and comm (one rank has no collectives); None where there is no such point that
-    is ok, or this one is not. `rows` have status, output_tok_s, tp and settings."""
+ARRIVALS = "requests arrive over time, which sets the throughput"
+
+
+def scaling_efficiency(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str | None]]:
+    """(output_tok_s(tp) / (tp x output_tok_s(1)), None), with the point of tp=1 whose settings are
+    all equal but for tp and comm (one rank has no collectives); or (None, reason). `rows` have
+    status, output_tok_s, tp and settings."""
     keys = [
         json.dumps({k: v for k, v in row["settings"].items() if k not in ("tp", "comm")})
         for row in rows
@@ -140,12 +146,17 @@ def scaling_efficiency(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
         for key, row in zip(keys, rows, strict=True)
         if row["status"] == "ok" and row["tp"] == 1
     }
-    return [
-        float(row["output_tok_s"]) / (int(row["tp"]) * single[key])
-        if row["status"] == "ok" and key in single
-        else None
-        for key, row in zip(keys, rows, strict=True)
-    ]
+
+    def of(key: str, row: Mapping[str, Any]) -> tuple[float | None, str | None]:
+        if row["status"] != "ok":
+            return None, f"the point is {row['status']}"
+        if row["settings"]["workload.arrivals"] != "all":
+            return None, ARRIVALS
+        if key not in single:
+            return None, "no point of tp=1 with these settings is ok"
+        return float(row["output_tok_s"]) / (int(row["tp"]) * single[key]), None
+
+    return [of(key, row) for key, row in zip(keys, rows, strict=True)]
 
 
 # Printed column: heading (in two lines where one would be wide), column of the summary, factor,
@@ -194,6 +205,21 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     return headings, rows, ", ".join(f"{a}={_text(frame[a].iloc[0])}" for a in same)
 
 
+def remarks(frame: pd.DataFrame) -> list[str]:
+    """What is said below the table."""
+    said = []
+    busy = int(frame["notes"].fillna("").str.contains(BUSY).sum())
+    if busy:
+        said.append(f"{_points(busy)} measured on a busy machine (see their notes)")
+    if (frame["scaling_reason"] == ARRIVALS).any():
+        said.append(f"no scaling efficiency where {ARRIVALS}")
+    return said
+
+
+def _points(count: int) -> str:
+    return "1 point was" if count == 1 else f"{count} points were"
+
+
 def _remark(point: pd.Series) -> str:
     """Why a point is not ok, and what its timing disturbed."""
     import pandas as pd
@@ -212,13 +238,15 @@ def _text(value: Any) -> str:
 
 
 def markdown(run_dir: str | Path) -> str:
-    """The printed table as markdown, with what all points share above it."""
-    headings, rows, same = view(summary(run_dir))
+    """The printed table as markdown, with what all points share above it, remarks below."""
+    frame = summary(run_dir)
+    headings, rows, same = view(frame)
     headings = [heading.replace("\n", " ") for heading in headings]
-    return f"{same}\n\n" + "\n".join(
+    lines = [
         f"| {' | '.join(cell.replace('|', '/') for cell in line)} |"
         for line in (headings, ["---"] * len(headings), *rows)
-    )
+    ]
+    return "\n".join([same, "", *lines, *(f"\n{remark}." for remark in remarks(frame))])
 
 
 def csv(run_dir: str | Path) -> str:
@@ -227,15 +255,13 @@ def csv(run_dir: str | Path) -> str:
 
 
 def print_summary(run_dir: str | Path, console: Console) -> None:
-    """Prints the table; reasons wrap, figures do not."""
-    from rich.table import Table
+    """Prints the table; reasons wrap, figures and settings do not, however narrow the console."""
+    from harness.console import print_line, print_table
 
-    headings, rows, same = view(summary(run_dir))
-    table = Table(title=same, title_justify="left", box=None, pad_edge=False)
-    left = set(headings) - {p[0] for p in (*_PRINTED, *_EXTRA, _MBU)}
-    for heading in headings:
-        justify: Any = "left" if heading in left else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading == "status")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, highlight=False)
+    frame = summary(run_dir)
+    headings, rows, same = view(frame)
+    print_line(console, same)
+    right = [p[0] for p in (*_PRINTED, *_EXTRA, _MBU)]
+    print_table(console, headings, rows, wrapped="reason", right=right)
+    for remark in remarks(frame):
+        print_line(console, remark)

@@ -17,39 +17,38 @@ import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from harness.config import SettingsError
-from harness.fingerprint import file_digest
+from harness.marker import (
+    Marker,
+    now,
+    read_marker,
+    worst_status,
+    write_json,
+    write_marker,
+)
 from harness.plan import Plan, Point
-from harness.schema import STATUSES
-
-KEPT = ("ok", "skipped", "contaminated")
-"""Statuses that a continued run does not measure again."""
-FAILED = ("error", "oom", "timeout")
 
 
-def worst_status(statuses: Iterable[str]) -> str:
-    """That of a point whose fresh engines ended in different ways."""
-    return max(statuses, key=STATUSES.index)
+class StorageError(RuntimeError):
+    """A run folder that cannot be written; the text says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Marker:
-    """point.json: how a point ended. `files` holds the hash of each table beside it, so that a
-    damaged one is found before it is trusted."""
-
-    point_id: str
-    process: int
-    status: str
-    reason: str | None
-    wall_s: float | None
-    finished_at: str
-    files: dict[str, str] = field(default_factory=dict)
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns what the system says of a write below `path` into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}; when there is room, the same "
+            "command continues this run"
+        ) from error
 
 
 class RunFolder:
@@ -66,6 +65,7 @@ class RunFolder:
         self.plan = plan
         self.continued = continued
         self._lock: int | None = lock
+        self._lost: set[str] = set()
         for leftover in (*path.glob("points/.*"), path / "cache"):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -75,14 +75,19 @@ class RunFolder:
 
     def marker(self, point: Point, process: int = 0) -> Marker | None:
         """How the point ended, or None if it has not, or if what it left cannot be read."""
-        return read_marker(self.path / "points" / folder_name(point, process))
+        found = read_marker(self.path / "points" / folder_name(point, process))
+        same = found is not None and (found.point_id, found.process) == (point.point_id, process)
+        return found if same else None
 
     def begin(self, point: Point, process: int = 0) -> Path:
         """An empty folder for the point's tables; a reader of the run does not see it."""
-        out = self.path / "points" / f".tmp-{folder_name(point, process)}-{os.getpid()}"
+        out = self._partial(point, process)
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         return out
+
+    def _partial(self, point: Point, process: int) -> Path:
+        return self.path / "points" / f".tmp-{folder_name(point, process)}-{os.getpid()}"
 
     def finish(
         self,
@@ -95,9 +100,7 @@ class RunFolder:
         wall_s: float | None,
     ) -> None:
         """Marks the folder of `begin` as whole and moves it into place in one step."""
-        files = {path.name: file_digest(path) for path in sorted(out.iterdir())}
-        marker = Marker(point.point_id, process, status, reason, wall_s, _now(), files)
-        write_json(out / "point.json", asdict(marker))
+        write_marker(out, point.point_id, process, status=status, reason=reason, wall_s=wall_s)
         target = self.path / "points" / folder_name(point, process)
         if target.exists():
             stale = out.with_name(f".old-{target.name}")
@@ -107,19 +110,26 @@ class RunFolder:
         else:
             out.rename(target)
 
+    def lose(self, point: Point, process: int) -> None:
+        """The point's files cannot be written: it counts as an error of this process, and whoever
+        continues the run measures it again."""
+        self._lost.add(point.point_id)
+        shutil.rmtree(self._partial(point, process), ignore_errors=True)
+
     def counts(self) -> dict[str, int]:
         """Points by status, all processes of a point counted once with their worst status."""
-        found: dict[str, str] = {}
+        found = dict.fromkeys(self._lost, "error")
+        planned = {point.point_id for point in self.plan.points}
         for path in sorted((self.path / "points").glob("[!.]*")):
             marker = read_marker(path)
-            if marker is not None:
+            if marker is not None and marker.point_id in planned:
                 before = found.get(marker.point_id, marker.status)
                 found[marker.point_id] = worst_status((before, marker.status))
         return dict(Counter(found.values()))
 
     def mark_finished(self) -> None:
         """Every point of the plan has a row."""
-        write_json(self.path / "finished.json", {"finished_at": _now(), "counts": self.counts()})
+        write_json(self.path / "finished.json", {"finished_at": now(), "counts": self.counts()})
 
     def close(self) -> None:
         """Gives the lock back; repeatable."""
@@ -135,14 +145,28 @@ def open_run(results_dir: Path, plan: Plan, resume: str) -> RunFolder:
     a run (a folder in `results_dir`, or a path), finished or not.
 
     Raises:
-        SettingsError: the named run does not exist, is of another plan, or is in use.
+        SettingsError: the named run does not exist, is of another plan, is in use, or cannot be
+            read; the folder cannot be made.
     """
+    try:
+        return _open(results_dir, plan, resume)
+    except OSError as error:
+        raise SettingsError(
+            f"results_dir={results_dir}: no run can be kept there ({error.strerror or error}: "
+            f"{error.filename or results_dir}); name a folder that can be made and written"
+        ) from error
+
+
+def _open(results_dir: Path, plan: Plan, resume: str) -> RunFolder:
     if resume == "never":
         return create(results_dir, plan)
     if resume != "auto":
         return _reopen_named(results_dir, plan, resume)
     for _, path in sorted(_same_plan(results_dir, plan), reverse=True):
-        lock = _try_lock(path)
+        try:
+            lock = _try_lock(path)
+        except OSError:
+            continue  # another user's
         if lock is None:
             continue
         if not (path / "finished.json").exists():  # asked after locking: it may just have ended
@@ -165,35 +189,20 @@ def create(results_dir: Path, plan: Plan) -> RunFolder:
             continue
     lock = _try_lock(path)
     assert lock is not None, "a folder made a moment ago is locked"
-    (path / "points").mkdir()
-    (path / "logs").mkdir()
-    write_json(path / "plan.json", {"created_at": _now(), **plan.as_dict()})
+    try:
+        (path / "points").mkdir()
+        (path / "logs").mkdir()
+        write_json(path / "plan.json", {"created_at": now(), **plan.as_dict()})
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+        raise
     return RunFolder(path, plan, lock, continued=False)
 
 
 def folder_name(point: Point, process: int) -> str:
     """Name of the folder of a point as measured by its n-th fresh engine."""
     return point.point_id if process == 0 else f"{point.point_id}-{process}"
-
-
-def read_marker(folder: Path) -> Marker | None:
-    """point.json of a finished point; None without one, or if a table differs from its hash."""
-    try:
-        marker = Marker(**json.loads((folder / "point.json").read_text(encoding="utf-8")))
-        whole = all(file_digest(folder / name) == digest for name, digest in marker.files.items())
-    except (OSError, ValueError, TypeError):
-        return None
-    return marker if whole else None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file in one step: a reader sees the old one, the new one or none."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def _reopen_named(results_dir: Path, plan: Plan, name: str) -> RunFolder:
@@ -203,7 +212,12 @@ def _reopen_named(results_dir: Path, plan: Plan, name: str) -> RunFolder:
             f"resume={name}: no such run in {results_dir}, and no path of one; give its folder, or "
             "auto or never"
         )
-    stored = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+    stored = _read_plan(path)
+    if stored is None:
+        raise SettingsError(
+            f"resume={name}: its plan.json is damaged, so nobody knows what it holds; start a new "
+            "one with resume=never"
+        )
     if stored["key"] != plan.key:
         raise SettingsError(
             f"resume={name}: that run is of another plan: {_what_differs(stored, plan)}"
@@ -230,16 +244,22 @@ def _what_differs(stored: dict[str, Any], plan: Plan) -> str:
 
 
 def _same_plan(results_dir: Path, plan: Plan) -> list[tuple[str, Path]]:
-    """(time of creation, folder) of the runs with the plan's key."""
-    found = []
-    for file in results_dir.glob("*/plan.json"):
-        try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            if stored["key"] == plan.key:
-                found.append((str(stored["created_at"]), file.parent))
-        except (OSError, ValueError, KeyError):
-            continue
-    return found
+    """(time of creation, folder) of the runs with the plan's key; what is no run is passed over."""
+    folders = [file.parent for file in results_dir.glob("*/plan.json")]
+    plans = [(folder, _read_plan(folder)) for folder in folders]
+    return [(p["created_at"], folder) for folder, p in plans if p and p["key"] == plan.key]
+
+
+def _read_plan(folder: Path) -> dict[str, Any] | None:
+    """plan.json of a run; None if it is not one."""
+    try:
+        stored = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        types = {"created_at": str, "key": str, "surroundings": dict, "points": list}
+        whole = all(isinstance(stored[name], kind) for name, kind in types.items())
+        whole = whole and all(isinstance(point["point_id"], str) for point in stored["points"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return stored if whole else None
 
 
 def _try_lock(path: Path) -> int | None:
@@ -251,7 +271,3 @@ def _try_lock(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat()

@@ -141,7 +141,7 @@ class Results:
 
         Raises:
             KeyError: no such table or column.
-            StoreError: a file of another schema version.
+            StoreError: a damaged file, or one of another schema version.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -154,9 +154,15 @@ class Results:
         empty = pa.schema([arrow_schema(name).field(c) for c in wanted]).empty_table()
         parts = []
         for path in self.files(name):
-            with pq.ParquetFile(path) as file:
-                _check_version(path, file.schema_arrow.metadata)
-                parts.append(file.read(columns=wanted).select(wanted))
+            try:
+                with pq.ParquetFile(path) as file:
+                    _check_version(path, file.schema_arrow.metadata)
+                    parts.append(file.read(columns=wanted).select(wanted))
+            except (OSError, pa.ArrowException, KeyError) as error:
+                raise StoreError(
+                    f"{path} is damaged ({' '.join(str(error).split())}); resume={self.run_dir} "
+                    "beside the settings of the run measures its point again"
+                ) from error
         merged = pa.concat_tables(parts or [empty], promote_options="permissive")
         return merged.to_pandas(types_mapper=_pandas_type)
 

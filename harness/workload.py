@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.trace import read_trace
+from harness.trace import Trace, read_trace
 
 if TYPE_CHECKING:
     from engine.request import SamplingParams
@@ -97,14 +97,15 @@ def build(cfg: dict[str, Any], *, vocab_size: int, max_model_len: int) -> Worklo
             notes.append(f"ids modulo the vocabulary of {vocab_size}")
         ids = tuple(tuple(i % vocab_size for i in p) for p in drawn)
     elif kind == "trace":
-        if work["trace"] is None:
-            raise WorkloadError("workload.trace=null: name a CSV of the Azure format")
-        rows = read_trace(Path(work["trace"]), work["num_requests"])
+        rows = traced(work)
         prompt_lens, output_lens = list(rows.prompt_tokens), list(rows.output_tokens)
         arrivals = rows.arrivals_s
     else:
         raise WorkloadError(f"workload={kind!r}: choose decode, prefill, nano_vllm or trace")
     if kind in ("nano_vllm", "trace"):
+        empty = sum(0 in lens for lens in zip(prompt_lens, output_lens, strict=True))
+        if empty:
+            notes.append(f"{empty} of {len(prompt_lens)} requests have 1 token where 0 were asked")
         prompt_lens, output_lens, cut = _capped(prompt_lens, output_lens, work, max_model_len)
         if cut:
             notes.append(f"{cut} of {len(prompt_lens)} requests shortened")
@@ -127,6 +128,17 @@ def build(cfg: dict[str, Any], *, vocab_size: int, max_model_len: int) -> Worklo
         fixed_batch=cfg["batch"] if kind in ("decode", "prefill") else None,
         published_ids=ids,
     )
+
+
+def traced(work: dict[str, Any]) -> Trace:
+    """The requests of a `workload` section of kind trace.
+
+    Raises:
+        WorkloadError, TraceError: no file is named; it cannot be read.
+    """
+    if work["trace"] is None:
+        raise WorkloadError("workload.trace=null: name a CSV of the Azure format")
+    return read_trace(Path(work["trace"]), work["num_requests"])
 
 
 def nano_vllm(num_requests: int | None = None) -> tuple[list[list[int]], list[int]]:
@@ -159,7 +171,7 @@ def _capped(
     for prompt, output in zip(prompt_lens, output_lens, strict=True):
         p = max(1, min(prompt, work["prompt_cap"] or prompt, limit - 1))
         o = max(1, min(output, work["max_tokens_cap"] or output, limit - p))
-        cut += (p, o) != (prompt, output)
+        cut += (p, o) != (max(1, prompt), max(1, output))
         prompts.append(p)
         outputs.append(o)
     return prompts, outputs, cut

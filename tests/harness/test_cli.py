@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ class Cli:
         self.arguments = ["tp=1,2", "batch=1,2,4,8", f"results_dir={self.results}",
                           f"model.path={model}", "model.load_format=dummy"]  # fmt: skip
 
-    def start(self, *further: str) -> subprocess.Popen[str]:
+    def start(self, *further: str, before: str = "") -> subprocess.Popen[str]:
+        """`before`: a statement that the process runs first."""
         env = {**os.environ, "FAKE_ENGINE": str(self.folder), "HF_TOKEN": SECRET}
         return subprocess.Popen(
-            [sys.executable, "-c", FAKE, *self.arguments, *further],
+            [sys.executable, "-c", before + FAKE, *self.arguments, *further],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -151,6 +153,44 @@ def test_an_interrupt_ends_in_order(cli: Cli, number: signal.Signals) -> None:
     assert cli.living() == []
 
 
+def test_further_interrupts_do_not_break_off_the_end(cli: Cli) -> None:
+    behave(cli.folder, p1="hang")
+    with cli.start() as process:
+        cli.wait_for_point(1)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    last = json.loads(out.splitlines()[-1])
+    assert (last["ok"], last["pending"]) == (1, 7)
+    assert err.count("interrupted; the same command continues this run") == 1
+    assert "Traceback" not in err
+    assert cli.living() == []
+
+
+def test_where_files_cannot_grow_the_finished_points_are_printed(cli: Cli) -> None:
+    """A limit on the size of files stands for a full disk: tables are above it, plan.json not."""
+    two = ("tp=1", "batch=1,2")
+    behave(cli.folder, p1="SIGKILL")
+    first = cli.run(*two)[1]
+    assert (first["ok"], first["error"]) == (1, 1)
+    behave(cli.folder)
+
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
+    with cli.start(*two, f"resume={first['run']}", before=limit) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert json.loads(out.splitlines()[-1]) == first
+    rows = [line.split()[:3] for line in out.splitlines() if line.startswith(("ok", "error"))]
+    assert rows == [["ok", "1", "1"], ["error", "1", "2"]]
+    assert "cannot be written" in err and "Traceback" not in err
+
+    status, last, _ = cli.run(*two)
+    assert (status, last["run"], last["ok"]) == (0, first["run"], 2)
+
+
 def test_help_is_light_and_names_everything() -> None:
     code = (
         "import sys; from harness.__main__ import main; status = main(['--help']); "
@@ -204,6 +244,21 @@ def test_collect_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "is no run folder (it has no plan.json)" in capsys.readouterr().err
 
 
+def test_collect_names_a_damaged_table(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    _, last, _ = cli.run("batch=1", "tp=1")
+    (table,) = Path(last["run"]).glob("points/*/metrics.parquet")
+    whole = table.read_bytes()
+    for damaged in (b"", b"PAR1", whole[:-100], whole[:4] + bytes(len(whole) - 8) + whole[-4:]):
+        table.write_bytes(damaged)
+        for flags in ([], ["--csv"], ["--markdown"]):
+            capsys.readouterr()
+            assert entry.main(["collect", last["run"], *flags]) == 1
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1
+            assert err.startswith(f"error: {table} is damaged (")
+            assert f"resume={last['run']} beside the settings of the run measures its" in err
+
+
 def test_list_prints_the_points_and_leaves_nothing(
     cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,9 +287,32 @@ def test_a_wrong_setting_leaves_no_run(
     assert not cli.results.exists()
 
 
+@pytest.mark.parametrize("verb", ["run", "list"])
+def test_a_trace_that_cannot_be_read_leaves_no_run(
+    cli: Cli, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = cli.folder / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,1,2\n2024-01-01,1_0,2\n")
+    words = ["workload=trace", f"workload.trace={trace}", "workload.num_requests=2"]
+    assert entry.main([verb, *cli.arguments, *words]) == 1
+    error = f"error: {trace}, line 3: '1_0' is no number of tokens\n"
+    assert capsys.readouterr().err == error
+    assert not cli.results.exists()
+
+
 def test_a_run_of_another_plan_is_not_resumed(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main([*cli.arguments, "resume=no-such-run"]) == 1
     assert "resume=no-such-run: no such run" in capsys.readouterr().err
+
+
+def test_results_in_a_file_are_a_wrong_setting(
+    cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.results.touch()
+    assert entry.main(cli.arguments) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: results_dir={cli.results}: no run can be kept there (File exis")
+    assert err.count("\n") == 1
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
@@ -258,3 +336,15 @@ def test_collect_prints_what_can_be_published(cli: Cli, capsys: pytest.CaptureFi
     header, row = capsys.readouterr().out.splitlines()
     assert dict(zip(header.split(","), row.split(","), strict=True))["output_tok_s"] == "100.0"
     assert entry.main(["collect", last["run"], "--html"]) == 2
+
+
+def test_collect_is_as_wide_in_a_pipe_as_run_is(cli: Cli) -> None:
+    with cli.start("batch=1", "tp=1,2") as process:
+        out, _ = process.communicate(timeout=120)
+    table = out.splitlines()[:-1]
+    run = json.loads(out.splitlines()[-1])["run"]
+    again = subprocess.run(
+        [sys.executable, "-m", "harness", "collect", run],
+        capture_output=True, text=True, cwd=ROOT, timeout=60, env={**os.environ, "COLUMNS": "30"},
+    )  # fmt: skip
+    assert again.stdout.splitlines() == table

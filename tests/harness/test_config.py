@@ -113,6 +113,16 @@ def test_instruments_are_a_list() -> None:
     assert composed("instrument.nvtx=false")[0]["instrument"] == ["collectives", "counts"]
 
 
+@pytest.mark.parametrize("name", ["workload.trace", "model.path", "results_dir"])
+def test_a_quoted_path_is_one_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = "a,b = [c] {d}(e)/f.csv"
+    (cfg,) = composed(f'{name}="{path}"')
+    *section, key = name.split(".")
+    assert (cfg[section[0]] if section else cfg)[key] == path
+    assert refused(f"{name}={path}")
+    assert "is quoted: 'workload.trace=\"a,b.csv\"'" in capsys.readouterr().err
+
+
 def test_arrivals_need_no_quotes_for_hydra() -> None:
     arrivals = [c["workload"]["arrivals"] for c in composed("workload.arrivals=all,poisson(2.5)")]
     assert arrivals == ["all", "poisson(2.5)"]
@@ -214,7 +224,12 @@ WRONG_VALUES = [
     ({"workload__kind": "chat"}, "workload.kind=chat: choose one of decode, prefill"),
     ({"workload__output_tokens": 0}, "workload.output_tokens=0: give at least 1"),
     ({"workload__temperature": -0.1}, "workload.temperature=-0.1: give at least 0"),
-    ({"workload__temperature": float("nan")}, "workload.temperature=nan: give at least 0"),
+    ({"workload__temperature": float("nan")}, "workload.temperature=nan: give a finite number"),
+    ({"workload__temperature": float("inf")}, "workload.temperature=inf: give a finite number"),
+    ({"measure__rel_noise": float("inf")}, "measure.rel_noise=inf: give a finite number"),
+    ({"measure__wall_limit_s": float("inf")}, "measure.wall_limit_s=inf: give a finite number"),
+    ({"measure__backlog_us": float("-inf")}, "measure.backlog_us=-inf: give a finite number"),
+    ({"engine__memory_utilization": float("nan")}, "engine.memory_utilization=nan: give a fini"),
     ({"workload__arrivals": "trace"}, "workload.arrivals=trace: decode sends its whole batch"),
     ({"workload__arrivals": "poisson(0)"}, r"workload.arrivals=poisson\(0\): give all, trace or"),
     ({"workload__kind": "trace"}, "workload.trace=null: workload=trace needs workload.trace="),

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,5 +90,69 @@ def test_telemetry_rows_have_a_value_or_a_reason() -> None:
     from harness.telemetry import read
 
     rows = read("before")
-    assert {row["name"] for row in rows} >= {"load_1m", "clock_mhz"}
+    assert {row["name"] for row in rows} >= {
+        "load_1m", "clock_mhz", "cpu_busy_s", "cpu_own_s", "cores"
+    }  # fmt: skip
     assert all((row["value"] is None) == (row["reason"] is not None) for row in rows)
+
+
+def cpu_rows(
+    busy_s: float | None, own_s: float, cores: int = 2, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Readings round a window in which these CPU seconds were used."""
+    at = {"before": (1000.0, 50.0), "after": (busy_s and 1000.0 + busy_s, 50.0 + own_s)}
+    return [
+        {"when": when, "device": device, "name": name, "value": value}
+        for when, values in at.items()
+        for name, value in zip(("cpu_busy_s", "cpu_own_s", "cores"), (*values, cores), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("windows", "others"),
+    [
+        ([(1.0, cpu_rows(2.0, 1.0))], "1.0 of 2 cores"),
+        ([(1.0, cpu_rows(1.9, 1.9))], None),
+        ([(2.0, cpu_rows(2.75, 2.0))], None),  # 0.375 of 2 cores: 19 %
+        ([(2.0, cpu_rows(3.0, 2.0))], "0.5 of 2 cores"),
+        ([(2.0, cpu_rows(3.0, 2.0, cores=4))], None),
+        ([(0.3, cpu_rows(0.6, 0.2))], None),  # too short to tell
+        ([(0.3, cpu_rows(0.6, 0.2)), (0.3, cpu_rows(0.4, 0.2))], "1.0 of 2 cores"),
+        ([(1.0, cpu_rows(None, 1.0))], None),
+        ([(1.0, [])], None),
+        ([], None),
+    ],
+)
+def test_other_processes_above_a_fifth_of_the_cores_are_noted(
+    windows: list[tuple[float, list[dict[str, Any]]]], others: str | None
+) -> None:
+    from harness.telemetry import busy_note
+
+    wanted = others and f"busy machine: other processes used {others} during the plain pass"
+    assert busy_note(windows) == wanted
+
+
+BURN = """
+import json, time
+from harness.telemetry import read
+def values():
+    return {row["name"]: row["value"] for row in read("before")}
+before, until = values(), time.process_time() + 0.3
+while time.process_time() < until:
+    pass
+print(json.dumps([before, values()]))
+"""
+
+
+def test_own_work_is_told_from_that_of_others() -> None:
+    """What a session burns is in both readings: the difference is not charged to others."""
+    done = subprocess.run(
+        [sys.executable, "-c", BURN], capture_output=True, text=True, timeout=60, check=True,
+        start_new_session=True, cwd=Path(__file__).resolve().parents[2],
+    )  # fmt: skip
+    before, after = json.loads(done.stdout)
+    if before["cpu_busy_s"] is None:
+        pytest.skip("this system does not count the CPU time of its cores")
+    own = after["cpu_own_s"] - before["cpu_own_s"]
+    assert 0.27 <= own < 5
+    assert after["cpu_busy_s"] - before["cpu_busy_s"] >= own - 0.1

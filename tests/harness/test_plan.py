@@ -137,14 +137,15 @@ def test_a_shared_engine_takes_the_largest_batch() -> None:
 
 def test_where_batch_limits_how_many_run_at_once_it_is_the_engines_own(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    trace.write_text(f"{header}2024-01-01,1,1\n")
     fixed = {"workload__kind": "trace", "workload__trace": str(trace)}
     points = plan(sweep(fixed, batch=[4, 16])).points
     assert [p.cfg["engine"]["max_num_seqs"] for p in points] == [4, 16]
     assert points[0].engine_key != points[1].engine_key
 
     before = plan(sweep(fixed, batch=[4])).points[0].point_id
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,1,1\n")
+    trace.write_text(f"{header}2024-01-01,1,2\n")
     assert plan(sweep(fixed, batch=[4])).points[0].point_id != before, "the trace's content counts"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from engine.errors import EngineDeadError
 from engine.steplog import STEP_DTYPE as ENGINE_STEPS
-from harness import tables
+from harness import tables, telemetry, window
 from harness.failures import classify
 from harness.figure_rows import FigureRows
 from harness.metrics import plain_figures
@@ -311,6 +311,26 @@ def test_a_build_inside_the_window_contaminates(tmp_path: Path) -> None:
     assert set(results.points["status"]) == {"contaminated"}
     assert results.points["preemptions"].tolist() == [1, 1]
     assert json.loads(results.points["counters"][0])["compiles"] == 2
+
+
+@pytest.mark.parametrize(("device", "noted"), [("cpu", True), ("cuda", False)])
+def test_a_busy_machine_is_noted_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, noted: bool
+) -> None:
+    def reading(when: str) -> list[dict[str, Any]]:
+        values = {"cpu_busy_s": 100.0 if when == "after" else 0.0, "cpu_own_s": 0.0, "cores": 2.0}
+        return [
+            {"when": when, "device": "cpu", "name": name, "unit": "s", "value": value}
+            for name, value in values.items()
+        ]
+
+    monkeypatch.setattr(window, "read_telemetry", reading)
+    monkeypatch.setattr(telemetry, "BUSY_WALL_S", 0.0)
+    backend = FakeBackend(make_cfg(instrument=[]))
+    backend.effective["device"] = device
+    _, results, _ = measure(tmp_path, backend, instrument=[], device=device, timing="host")
+    notes = results.points["notes"].fillna("")
+    assert set(notes.str.contains("busy machine: other processes used ")) == {noted}
 
 
 def test_a_latency_below_the_floor_is_kept_and_flagged(tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from tests.support.fake_backend import make_cfg, make_point
 
 def write(
     run: Path, index: int, status: str = "ok", rates: tuple[float, ...] = (), process: int = 0,
-    reason: str | None = None, **changes: Any,
+    reason: str | None = None, notes: str | None = None, **changes: Any,
 ) -> None:  # fmt: skip
     """A point with `rates` as output tok/s of its repeats, TPOT 20 ms, shares and steps."""
     point_id = f"{index:012x}"
     point = make_point(make_cfg(**changes), point_id, index)
-    tables = status_only_tables(point, status, reason, run_id=run.name, process=process)
+    tables = status_only_tables(
+        point, status, reason, run_id=run.name, process=process, notes=notes
+    )
     columns = dict(tables["points"])
     if rates:
         columns = {name: values * len(rates) for name, values in columns.items()}
@@ -127,6 +129,63 @@ def test_the_printed_table_has_every_point_with_its_reason(run: Path) -> None:
     assert len(by_status) == 6
     assert "155" in by_status[2] and "20.00" in by_status[2] and "0.78" in by_status[2]
     assert "needs a GPU" in by_status[3] and " 0 " not in by_status[3]
+
+
+@pytest.mark.parametrize("width", [10, 40, 80, 300])
+def test_no_figure_or_setting_is_broken_at_any_width(run: Path, width: int) -> None:
+    """Every row's words but the reason's stand whole on one line; brackets are text."""
+    reason = "a longer explanation [in brackets] that wraps " * 3
+    write(run, 6, "error", tp=2, batch=1, attention="flash2", reason=reason)
+    console = Console(width=width, file=io.StringIO())
+    report.print_summary(run, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    headings, rows, same = report.view(report.summary(run))
+    assert lines[0] == same
+    found = [line.split() for line in lines if line.startswith(("ok", "skip", "error", "contam"))]
+    assert [words[: len(headings) - 1] for words in found] == [row[:-1] for row in rows]
+    last = lines.index(
+        next(line for line in lines if line.startswith("error   ") and "fla" in line)
+    )
+    column = lines[last].index("a longer")
+    wrapped = " ".join(" ".join(line[column:].split()) for line in lines[last:])
+    assert wrapped.split() == reason.split()
+    assert (len(lines) > last + 1) == (width < 300)
+
+
+def test_arrivals_that_set_the_throughput_give_no_efficiency(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for index, (tp, arrivals) in enumerate(
+        (tp, arrivals) for arrivals in ("all", "trace", "poisson(4)") for tp in (1, 2)
+    ):
+        write(run, index, rates=(100.0,), tp=tp, workload__kind="trace",
+              workload__arrivals=arrivals)  # fmt: skip
+    frame = report.summary(run)
+    assert frame["scaling_efficiency"].fillna(-1).tolist() == [1.0, 0.5, -1, -1, -1, -1]
+    assert frame["scaling_reason"].isna().tolist() == [True, True, False, False, False, False]
+    assert set(frame["scaling_reason"][2:]) == {
+        "requests arrive over time, which sets the throughput"
+    }
+    write(run, 6, "error", tp=1, reason="boom")
+    write(run, 7, rates=(100.0,), tp=2)
+    assert report.summary(run)["scaling_reason"][6:].tolist() == [
+        "the point is error", "no point of tp=1 with these settings is ok"
+    ]  # fmt: skip
+    assert report.markdown(run).splitlines()[-1] == (
+        "no scaling efficiency where requests arrive over time, which sets the throughput."
+    )
+
+
+def test_points_of_a_busy_machine_are_counted_below_the_table(run: Path) -> None:
+    assert report.remarks(report.summary(run)) == []
+    note = "busy machine: other processes used 1.5 of 2 cores during the plain pass"
+    write(run, 6, rates=(90.0,), notes=f"2 of 4 requests shortened; {note}", tp=1, batch=8)
+    write(run, 0, rates=(100.0,), notes=note, process=1, tp=1, batch=1)
+    frame = report.summary(run)
+    assert frame["notes"][0] == note
+    console = Console(width=200, file=io.StringIO())
+    report.print_summary(run, console)
+    last = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert last == "2 points were measured on a busy machine (see their notes)"
 
 
 def test_markdown_and_csv_are_views_of_the_same_rows(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from harness import runs
+from harness import marker, runs
 from harness.config import SettingsError
+from harness.fingerprint import digest
 from harness.plan import Plan
 from harness.runs import RunFolder, open_run
 from tests.support.plans import SURROUNDINGS, plan, sweep
@@ -133,6 +136,63 @@ def test_a_named_run_that_is_not_there_or_not_the_same_is_refused(
         open_run(tmp_path, edited, run.path.name)
 
 
+FOREIGN = ["[]", "5", "null", '"key"', '{"key": 3}', '{"key": "', "[" * 100_000, "\x00"]
+
+
+@pytest.mark.parametrize("text", FOREIGN, ids=range(len(FOREIGN)))
+def test_a_folder_that_is_no_run_is_passed_over_and_cannot_be_resumed(
+    tmp_path: Path, four: Plan, text: str
+) -> None:
+    (tmp_path / "sibling").mkdir()
+    (tmp_path / "sibling" / "plan.json").write_text(text)
+    run = open_run(tmp_path, four, "auto")
+    assert not run.continued
+    run.close()
+    assert open_run(tmp_path, four, "auto").path == run.path, "its own is found beside the other"
+    with pytest.raises(SettingsError, match="resume=sibling: its plan.json is damaged.*resume=nev"):
+        open_run(tmp_path, four, "sibling")
+    assert [p.name for p in (tmp_path / "sibling").iterdir()] == ["plan.json"]
+
+
+def test_a_truncated_plan_is_not_resumed(tmp_path: Path, four: Plan) -> None:
+    run = open_run(tmp_path, four, "auto")
+    run.close()
+    file = run.path / "plan.json"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(SettingsError, match="its plan.json is damaged"):
+        open_run(tmp_path, four, str(run.path))
+
+
+def test_results_that_cannot_be_kept_are_a_wrong_setting(
+    tmp_path: Path, four: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for folder, why in (("file", "File exists"), ("file/runs", "Not a directory")):
+        for resume in ("auto", "never"):
+            with pytest.raises(SettingsError, match=f"results_dir=.*{folder}: no run can.*{why}"):
+                open_run(tmp_path / folder, four, resume)
+
+    def full(path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(runs, "write_json", full)
+    with pytest.raises(SettingsError, match="No space left on device"):
+        open_run(tmp_path / "runs", four, "auto")
+    assert list((tmp_path / "runs").iterdir()) == [], "no folder without a plan stays"
+
+
+def test_a_json_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "finished.json"
+    marker.write_json(file, 1)
+    full = OSError(errno.ENOSPC, "full")
+    with (
+        mock.patch.object(marker.os, "fsync", side_effect=full),
+        pytest.raises(OSError, match="full"),
+    ):
+        marker.write_json(file, 2)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("finished.json", "1")]
+
+
 def test_a_point_appears_whole_or_not_at_all(tmp_path: Path, four: Plan) -> None:
     run = open_run(tmp_path, four, "auto")
     out = run.begin(four.points[0])
@@ -145,7 +205,29 @@ def test_a_point_appears_whole_or_not_at_all(tmp_path: Path, four: Plan) -> None
     assert list((again.path / "points").iterdir()) == [], "what was half-written is gone"
 
 
+def edit(folder: Path, rehash: bool = False, **changes: Any) -> None:
+    """Changes fields of point.json, with a hash that fits them if asked for."""
+    file = folder / "point.json"
+    stored = json.loads(file.read_text()) | changes
+    if rehash:
+        del stored["check"]
+        stored["check"] = digest(stored, 16)
+    file.write_text(json.dumps(stored))
+
+
 DAMAGE: dict[str, Any] = {
+    "a status by hand": lambda folder: edit(folder, status="contaminated"),
+    "a time by hand": lambda folder: edit(folder, wall_s=0.1),
+    "no such status": lambda folder: edit(folder, rehash=True, status="fine"),
+    "a status of another type": lambda folder: edit(folder, rehash=True, status=["ok"]),
+    "a point of another type": lambda folder: edit(folder, rehash=True, point_id=[1]),
+    "files of another type": lambda folder: edit(folder, rehash=True, files=["points.parquet"]),
+    "hashes of another type": lambda folder: edit(folder, rehash=True, files={"points.parquet": 1}),
+    "files at null": lambda folder: edit(folder, rehash=True, files=None),
+    "another point's marker": lambda folder: edit(folder, rehash=True, point_id="0" * 12),
+    "a field too many": lambda folder: edit(folder, rehash=True, more=1),
+    "null": lambda folder: (folder / "point.json").write_text("null"),
+    "no text": lambda folder: (folder / "point.json").write_bytes(b"\xff\xfe"),
     "a table cut short": lambda folder: (folder / "points.parquet").write_bytes(b"rows"),
     "a table gone": lambda folder: (folder / "points.parquet").unlink(),
     "no marker": lambda folder: (folder / "point.json").unlink(),
@@ -162,6 +244,7 @@ def test_a_damaged_point_is_measured_again(tmp_path: Path, four: Plan, what: str
     assert status(run, 0) == "ok"
     DAMAGE[what](folder)
     assert [status(run, i) for i in (0, 1)] == [None, "ok"]
+    assert run.counts() == {"ok": 1}
 
     finish(run, 0, "contaminated")
     assert status(run, 0) == "contaminated"

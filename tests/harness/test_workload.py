@@ -13,6 +13,7 @@ from harness.workload import WorkloadError, nano_vllm
 from tests.support.fake_backend import make_cfg
 
 POINT = "0123456789ab"
+HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
 def build(vocab_size: int = 64, max_model_len: int = 128, **changes: Any) -> workload.Workload:
@@ -124,12 +125,33 @@ def test_time_stamps_with_an_offset_are_read(tmp_path: Path) -> None:
     assert read_trace(file).arrivals_s == (0.0, 1.0)
 
 
+def test_spaces_blank_lines_and_further_columns_change_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(
+        "\ufeff\n user, TIMESTAMP , ContextTokens,GeneratedTokens\n\n"
+        "\u00e9, 2024-05-10 00:00:01 , 5 ,6,\n  \nb,2024-05-10 00:00:00,7,8\n"
+    )
+    rows = read_trace(file)
+    assert (rows.arrivals_s, rows.prompt_tokens, rows.output_tokens) == ((0, 1), (7, 5), (8, 6))
+    assert read_trace(file, 1).prompt_tokens == (5,)
+
+
+def test_a_request_of_no_tokens_is_raised_and_not_called_shortened(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_bytes(HEADER + b"2024-01-01,0,4\n2024-01-01,4,0\n2024-01-01,4,4\n")
+    asked = build(workload__kind="trace", workload__trace=str(file))
+    assert (asked.prompt_lens, asked.output_lens) == ((1, 4, 4), (4, 1, 4))
+    assert asked.notes == "2 of 3 requests have 1 token where 0 were asked"
+
+
 def test_lengths_of_a_trace_are_capped_to_the_model(trace: str) -> None:
     asked = build(workload__kind="trace", workload__trace=trace, workload__arrivals="trace")
     assert asked.prompt_lens == (127, 20, 127, 1)
     assert asked.output_lens == (1, 7, 1, 127)
     assert asked.arrivals_s == (0.0, 0.5, 4.314579, 60.0)
-    assert asked.notes == "3 of 4 requests shortened"
+    assert asked.notes == (
+        "1 of 4 requests have 1 token where 0 were asked; 3 of 4 requests shortened"
+    )
     capped = build(
         workload__kind="trace", workload__trace=trace, workload__prompt_cap=30,
         workload__max_tokens_cap=10,
@@ -160,18 +182,33 @@ def test_poisson_arrivals_have_the_rate_and_follow_the_seed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("TIMESTAMP,ContextTokens\n", r"no column GeneratedTokens; a trace has TIMESTAMP"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", r"0 requests, at least 1 asked for"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n", r"line 2: Invalid isoformat"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,1\n", r"line 2"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,1,-2\n", r"line 2: a negative"),
+        (b"TIMESTAMP,ContextTokens\n", r"line 1: no column GeneratedTokens; a trace has TIMEST"),
+        (HEADER, r": 0 requests, at least 1 asked for"),
+        (b"", r": no line with the columns TIMESTAMP, ContextTokens, GeneratedTokens"),
+        (HEADER + b"noon,1,2\n", r"line 2: Invalid isoformat"),
+        (HEADER + b"2024-01-01,1\n", r"line 2: 2 values for 3 columns"),
+        (HEADER + b"2024-01-01,1,234,5\n", r"line 2: 4 values for 3 columns"),
+        (HEADER + b"2024-01-01,1,-2\n", r"line 2: a negative number of tokens"),
+        (HEADER + b"2024-01-01,1_0,2\n", r"line 2: '1_0' is no number of tokens"),
+        (HEADER + b"2024-01-01,1,2.5\n", r"line 2: '2.5' is no number of tokens"),
+        (HEADER + b"2024-01-01,,2\n", r"line 2: '' is no number of tokens"),
+        (HEADER + b"\n\n  \n2024-01-01,1,x\n", r"line 5: 'x' is no number of tokens"),
+        (HEADER + b"2024-01-01,1,2\n" * 2000 + b"2024-01-01,\xff,2\n", r"line 2002: not text in"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n".encode("utf-16"),
+            r"line 1: not text in UTF-8",
+        ),
+        (
+            HEADER + b"2024-01-01,1,2\n\n2024-01-01T00:00:01+00:00,1,2\n",
+            r"line 4: one of this time and that of line 2 has an offset from UTC",
+        ),
     ],
 )
 def test_traces_that_cannot_be_read_name_file_and_line(
-    tmp_path: Path, text: str, message: str
+    tmp_path: Path, text: bytes, message: str
 ) -> None:
     file = tmp_path / "t.csv"
-    file.write_text(text)
+    file.write_bytes(text)
     with pytest.raises(TraceError, match=f"t.csv.*{message}"):
         read_trace(file)
 
