@@ -233,9 +233,11 @@ def test_latency_agrees_with_cupti(tmp_path: Path, enforce_eager: bool, compile_
     assert 0 < shares["value"].iloc[0] < 1
     notes = results.points["notes"][0]
     assert notes is None or "profiler" not in str(notes), notes
-    compared = values(results, "stamp_vs_cupti_us", "value", kind="all_reduce")
-    kernels = values(results, "kernel_us", "p50", kind="all_reduce", ranks="max")
-    assert len(compared) == 6  # three sites on two ranks
+    compared = values(results, "stamp_vs_cupti_us", "value", kind="all_reduce", ranks="min")
+    # Not the embedding's: a step's first collective waits for the slower host, on both ranks.
+    compared = compared[compared["site"] != "embed"]
+    kernels = values(results, "kernel_us", "p50", kind="all_reduce", ranks="min")
+    assert len(compared) == 2
     limit = max(3.0, 0.1 * float(kernels["value"].median()))
     assert compared["value"].abs().max() <= limit, compared[["site", "ranks", "value"]]
 

@@ -153,6 +153,7 @@ def test_cupti_is_matched_by_order_and_compared(tmp_path: Path) -> None:
     assert figure(results, "kernel_us", "p50", **site, ranks="max") == 8.5
     assert figure(results, "stamp_vs_cupti_us", **site, ranks="0") == pytest.approx(22.0)
     assert figure(results, "stamp_vs_cupti_us", **site, ranks="1") == pytest.approx(1.5)
+    assert figure(results, "stamp_vs_cupti_us", **site, ranks="min") == pytest.approx(2.0)
 
 
 def test_a_profile_that_does_not_fit_costs_only_itself(
