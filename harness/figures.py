@@ -47,7 +47,7 @@ transfer_share    1    sum of transfer_us / the same time
 wait_share        1    sum of wait_us / the same time
 span_us           us   one collective of an eager step without a backlog, launch gaps included
 kernel_us         us   one collective's kernel as CUPTI timed it, waiting included; profiler pass
-stamp_vs_cupti_us us   median latency_us - median kernel_us of a site: a rank, or the minimum over ranks
+stamp_vs_cupti_us us   median latency_us - median kernel_us of a site, by rank and of the minimum
 starved_steps     1    steps left out because the host was not ahead of the GPU
 transfer_bias_us  us   by how much the minimum over ranks of whole ticks is too small
 floor_us          us   what the timer reads round nothing (GPU: a tiny kernel); already taken off
