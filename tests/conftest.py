@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 # Before transformers is imported anywhere: a test that would ask a hub fails, here as in CI.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_configure() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and their children inherit that; the
+    tests that interrupt something need it to be what it is in a terminal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
