@@ -1,1 +1,1 @@
-"""One file per question: its summary table, its figure, the claim it tests and its source."""
+"""Where a question gets more than its sweep in conf/experiment: a summary and a figure."""

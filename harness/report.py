@@ -210,7 +210,9 @@ def remarks(frame: pd.DataFrame) -> list[str]:
     said = []
     busy = int(frame["notes"].fillna("").str.contains(BUSY).sum())
     if busy:
-        said.append(f"{_points(busy)} measured on a busy machine (see their notes)")
+        said.append(
+            f"{_points(busy)} measured on a busy machine: times of a CPU are not to be trusted there"
+        )
     if (frame["scaling_reason"] == ARRIVALS).any():
         said.append(f"no scaling efficiency where {ARRIVALS}")
     return said
@@ -228,6 +230,9 @@ def _remark(point: pd.Series) -> str:
     share = point.get("instrument_share")
     if point["timing"] != "host" and pd.notna(share) and share > NOTED_SHARE:
         said.append(f"reading the collectives adds {share:.0%} to a step")
+    notes = point.get("notes")
+    if isinstance(notes, str):
+        said += [note for note in notes.split("; ") if note.startswith(BUSY)]
     return "; ".join(said)
 
 
