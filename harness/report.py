@@ -211,7 +211,7 @@ def remarks(frame: pd.DataFrame) -> list[str]:
     busy = int(frame["notes"].fillna("").str.contains(BUSY).sum())
     if busy:
         said.append(
-            f"{_points(busy)} measured on a busy machine: times of a CPU are not to be trusted there"
+            f"{_points(busy)} measured on a busy machine: do not trust times of a CPU there"
         )
     if (frame["scaling_reason"] == ARRIVALS).any():
         said.append(f"no scaling efficiency where {ARRIVALS}")

@@ -189,7 +189,7 @@ def test_points_of_a_busy_machine_are_counted_below_the_table(run: Path) -> None
     assert sum("busy machine: other" in line for line in printed) == 2
     assert not any("requests shortened" in line for line in printed)
     assert printed[-1] == (
-        "2 points were measured on a busy machine: times of a CPU are not to be trusted there"
+        "2 points were measured on a busy machine: do not trust times of a CPU there"
     )
 
 
