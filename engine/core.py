@@ -40,13 +40,13 @@ class EngineCore:
         )
         self._vocab_size = runner.shape.vocab_size
         self._next_step = 0
-        self._refused: list[Request] = []
+        self._ended: list[Request] = []  # outside a step: refused or aborted
         self._preemptions = 0
         self._cached_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._refused)
+        return self._scheduler.has_work or bool(self._ended)
 
     def add(self, request: Request) -> None:
         """Queues a request. One that cannot be served comes back from the next step as finished
@@ -57,19 +57,19 @@ class EngineCore:
         except RequestError as error:
             request.finish_reason, request.error = FinishReason.ERROR, str(error)
             request.finished_s = time.perf_counter()
-            self._refused.append(request)
+            self._ended.append(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, which comes back as aborted; unknown or finished ids are ignored."""
         request = self._scheduler.abort(request_id)
         if request is not None:
-            self._refused.append(request)
+            self._ended.append(request)
 
     def step(self) -> list[Request]:
         """Runs one step if there is work for one; returns the requests that ended."""
         begin = time.perf_counter_ns()
         schedule, plan = self.plan()
-        finished, self._refused = self._refused, []
+        finished, self._ended = self._ended, []
         if plan is None:
             return finished
         try:
@@ -113,7 +113,7 @@ class EngineCore:
             self.abort(seq.request.request_id)
         if self._scheduler.in_flight:
             sampled = [0] * sum(seq.samples for seq in schedule.seqs)
-            self._refused += self._scheduler.update(schedule, sampled, time.perf_counter())
+            self._ended += self._scheduler.update(schedule, sampled, time.perf_counter())
         self._pool.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:

@@ -133,7 +133,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture,
-            # which made most of the time of twenty. thread_local: NCCL's watchdog thread queries
+            # and there are twenty. thread_local: NCCL's watchdog thread queries
             # events meanwhile, which would otherwise invalidate the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
