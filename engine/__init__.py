@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
     from engine.llm import LLM
-    from engine.request import FinishReason, RequestOutput, SamplingParams
+    from engine.request import FinishReason, RequestOutput
+    from engine.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 _HOMES = {
@@ -39,7 +40,8 @@ _HOMES = {
     "engine.config": ("EngineConfig",),
     "engine.errors": ("CheckpointError", "ConfigError", "EngineDeadError", "RequestError"),
     "engine.llm": ("LLM",),
-    "engine.request": ("FinishReason", "RequestOutput", "SamplingParams"),
+    "engine.request": ("FinishReason", "RequestOutput"),
+    "engine.sampling_params": ("SamplingParams",),
     "engine.shape": ("ModelShape",),
 }
 

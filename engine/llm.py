@@ -27,8 +27,9 @@ from engine.messages import (
     Memory,
     ResetPrefixCache,
 )
-from engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from engine.request import FinishReason, Request, RequestOutput
 from engine.resolve import resolve
+from engine.sampling_params import SamplingParams
 from engine.shape import ModelShape
 from engine.solo_rank import SoloRank
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.errors import RequestError
+from engine.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -14,37 +13,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or max_model_len reached
     ABORT = "abort"
     ERROR = "error"  # the request could not be served; see RequestOutput.error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to sample one request. Frozen, so one object can serve many requests.
-
-    Attributes:
-        temperature: 0 is greedy (exact argmax); otherwise logits are divided by it.
-        max_tokens: number of tokens to generate at most.
-        ignore_eos: go on after an EOS token.
-        seed: noise is a function of (seed, position, token id) alone; None: derived from the
-            engine's seed and the request's ordinal.
-
-    Raises:
-        RequestError: a value outside its range.
-    """
-
-    temperature: float = 1.0
-    max_tokens: int = 64
-    ignore_eos: bool = False
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(
-                f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)"
-            )
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise RequestError(f"max_tokens={self.max_tokens}: give an integer of at least 1")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RequestError(f"seed={self.seed}: give an integer in [0, 2^63)")
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ import numpy as np
 from harness.trace import Trace, read_trace
 
 if TYPE_CHECKING:
-    from engine.request import SamplingParams
+    from engine.sampling_params import SamplingParams
 
 NANO_VLLM_VOCAB = 10_000
 NANO_VLLM_REQUESTS = 256
@@ -67,7 +67,7 @@ class Workload:
 
     def params(self) -> list[SamplingParams]:
         """One a request: EOS is ignored, so every request gives exactly what it is asked for."""
-        from engine.request import SamplingParams
+        from engine.sampling_params import SamplingParams
 
         made = {
             n: SamplingParams(temperature=self.temperature, max_tokens=n, ignore_eos=True)

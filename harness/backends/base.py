@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from engine.comm.types import ObserverFactory
-    from engine.request import RequestOutput, SamplingParams
+    from engine.request import RequestOutput
+    from engine.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from engine.comm.types import ObserverFactory
     from engine.config import EngineConfig
     from engine.llm import LLM
-    from engine.request import RequestOutput, SamplingParams
+    from engine.request import RequestOutput
+    from engine.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from engine.buffers import BatchBuffers
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.step import ScheduledSeq, StepPlan
 
 DUMMY_PAGE = 99

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from engine.blocks import BlockPool
 from engine.errors import RequestError
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import Schedule, Scheduler
 from engine.step import StepPlan
 

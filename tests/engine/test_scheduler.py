@@ -12,7 +12,8 @@ import pytest
 
 from engine.blocks import BlockPool
 from engine.errors import RequestError
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import Schedule, Scheduler
 
 EOS = 1

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from engine.comm.types import Phase
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.step import ScheduledSeq, StepPlan
 
 
