@@ -33,7 +33,9 @@ class Rank:
             case Attach(factories):
                 comm = self.runner.comm
                 device = str(self.runner.device)
-                context = ObserverContext(comm.rank, comm.world, device, comm.align)
+                context = ObserverContext(
+                    comm.rank, comm.world, device, align=comm.align, rehearse=comm.rehearse
+                )
                 self._observers = [make(context) for make in factories]
                 comm.attach(self._observers)
                 return None

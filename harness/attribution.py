@@ -33,8 +33,11 @@ class Joined:
         layer: [N] decoder layer, -1 outside the layers.
         pair_us: [N, R] as read.
         latency_us: [N, R] pair_us less floor_us; NaN in spans and in starved steps.
-        transfer_us: [N] all_reduce: minimum over ranks; NaN for rooted kinds (gather, broadcast).
-        wait_us: [N, R] latency_us - transfer_us.
+        transfer_us: [N] all_reduce: minimum over ranks. Rooted kinds (gather, broadcast): what
+            the root needed for this size when the ranks began together (`calibrated`), else NaN: a
+            sender may have sent before the others arrive.
+        calibrated: [N] bool.
+        wait_us: [N, R] latency_us - transfer_us; of rooted kinds at the root alone.
         steps: [S] of rank 0; step_us: [S, R]; floor_us: [S, R].
         span: [S] bool: launched without a backlog, so that its pairs hold the host's launch gaps.
         starved: [S] bool: the backlog of some rank was too short.
@@ -46,6 +49,7 @@ class Joined:
     pair_us: np.ndarray
     latency_us: np.ndarray
     transfer_us: np.ndarray
+    calibrated: np.ndarray
     wait_us: np.ndarray
     steps: np.ndarray
     step_us: np.ndarray
@@ -79,6 +83,7 @@ class Joined:
             pair_us=self.pair_us[rows],
             latency_us=self.latency_us[rows],
             transfer_us=self.transfer_us[rows],
+            calibrated=self.calibrated[rows],
             wait_us=self.wait_us[rows],
             steps=self.steps[steps],
             step_us=self.step_us[steps],
@@ -143,7 +148,10 @@ def join(
     without = (span | starved)[step_index]
     latency = np.where(without[:, None], np.nan, pair - floor_us[step_index])
     rooted = rows[0]["kind"] != Kind.ALL_REDUCE
-    transfer = np.where(rooted, np.nan, latency.min(axis=1, initial=np.inf))
+    aligned = np.where(without, np.nan, _aligned_us(ranks[0], rows[0]))
+    transfer = np.where(rooted, aligned, latency.min(axis=1, initial=np.inf))
+    wait = latency - transfer[:, None]
+    wait[rooted, 1:] = np.nan
     return Joined(
         rows=rows[0],
         step_index=step_index,
@@ -151,7 +159,8 @@ def join(
         pair_us=pair,
         latency_us=latency,
         transfer_us=transfer,
-        wait_us=latency - transfer[:, None],
+        calibrated=rooted & ~np.isnan(aligned),
+        wait_us=wait,
         steps=steps[0],
         step_us=np.stack([(s["end_ns"] - s["begin_ns"]) / 1e3 for s in steps], axis=1),
         floor_us=floor_us,
@@ -170,6 +179,14 @@ def _replayed(record: RankRecord, steps: np.ndarray) -> np.ndarray:
 def _floor_us(record: RankRecord, replayed: np.ndarray) -> np.ndarray:
     inside = record.floor_ns if record.graph_floor_ns is None else record.graph_floor_ns
     return np.where(replayed, inside, record.floor_ns) / 1e3
+
+
+def _aligned_us(root: RankRecord, rows: np.ndarray) -> np.ndarray:
+    """[N] of the root's aligned run of the same kind and size; NaN where there was none."""
+    found = np.full(len(rows), np.nan)
+    for (kind, size), ns in root.rooted_ns.items():
+        found[(rows["kind"] == kind) & (rows["bytes"] == size)] = ns / 1e3
+    return found
 
 
 def _check_steps(rank: int, first: np.ndarray, other: np.ndarray) -> None:
@@ -273,9 +290,9 @@ def shares(joined: Joined, clean: StepTimes, phase: int | None) -> dict[str, np.
     if not total.all():
         return None
     chosen = np.ones(len(joined.rows), bool) if phase is None else joined.phases() == phase
-    transfer = np.nansum(joined.transfer_us[chosen])
+    reduces = chosen & joined.is_kind(Kind.ALL_REDUCE)
     return {
         "comm_share": joined.latency_us[chosen].sum(axis=0) / total,
-        "transfer_share": transfer / total,
-        "wait_share": np.nansum(joined.wait_us[chosen], axis=0) / total,
+        "transfer_share": joined.transfer_us[reduces].sum() / total,
+        "wait_share": joined.wait_us[reduces].sum(axis=0) / total,
     }

@@ -128,14 +128,21 @@ def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:
         kind = key[1]
         where = _where(joined, pass_name, **labels(key))
         latency, wait = joined.latency_us[chosen], joined.wait_us[chosen]
-        rooted = None if kind == Kind.ALL_REDUCE else "rooted"
         # The shortest wait is 0 by its definition, which no timer is too coarse for.
         for ranks, of, wait_tick in (("min", np.min, 0.0), ("max", np.max, tick)):
             rows.summarise("latency_us", of(latency, axis=1), tick=tick, ranks=ranks, **where)
-            waits = of(wait, axis=1) if rooted is None else np.zeros(0)
-            rows.summarise("wait_us", waits, tick=wait_tick, ranks=ranks, reason=rooted, **where)
-        transfer = joined.transfer_us[chosen] if rooted is None else np.zeros(0)
-        rows.summarise("transfer_us", transfer, tick=tick, reason=rooted, **where)
+            if kind == Kind.ALL_REDUCE:
+                rows.summarise("wait_us", of(wait, axis=1), tick=wait_tick, ranks=ranks, **where)
+        transfer = joined.transfer_us[chosen]
+        if kind == Kind.ALL_REDUCE:
+            rows.summarise("transfer_us", transfer, tick=tick, **where)
+        elif joined.calibrated[chosen].all():
+            where_root = {**where, "source": "calibrated"}
+            rows.add("transfer_us", float(transfer[0]), stat="mean", n=1, **where_root)
+            rows.summarise("wait_us", wait[:, 0], tick=tick, ranks="0", **where)
+        else:
+            for name in ("transfer_us", "wait_us"):
+                rows.summarise(name, np.zeros(0), reason="rooted", **where)
         for name, values in (("algbw_GBps", algbw[chosen]), ("busbw_GBps", busbw[chosen])):
             usable = values[~np.isnan(values)]
             reason = None if len(usable) else "no time above zero"

@@ -36,8 +36,8 @@ gathers_per_step  1    counted, over steps that sample
 token_ids_per_step 1   counted: broadcasts of sampled ids
 expected_all_reduces_per_step 1  from the model's shape
 latency_us        us   one collective, waiting included, less the floor; ranks reduced first
-transfer_us       us   minimum of latency_us over ranks; null for rooted kinds
-wait_us           us   latency_us - transfer_us
+transfer_us       us   minimum of latency_us over ranks; calibrated: the root's in an aligned run
+wait_us           us   latency_us - transfer_us; rooted kinds: at the root alone
 transfer_us_per_step us  sum over the all-reduces of a step
 wait_us_per_step  us   sum over the all-reduces of a step, of one rank; ranks reduced first
 algbw_GBps        GB/s bytes / transfer_us; rooted kinds: bytes / latency_us at the root

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import hardware, pass_plan, tables
+from harness import flags, hardware, pass_plan, tables
 from harness.failures import classify
 from harness.figure_rows import FigureRows
 from harness.passes import Passes, Progress
@@ -106,7 +106,10 @@ class _Rows:
         found = self._evidence()
         found["phases"] = tables.phases(self.key, self.backend, self.cfg["cache"])
         found["memory"] = tables.memory(self.key, self.backend)
-        found["metrics"] = self._figures().table()  # before the points, since it adds notes
+        figures = self._figures()
+        found["metrics"] = figures.table()
+        graphs = not self.backend.effective["enforce_eager"]
+        self.passes.notes += flags.of_point(self.passes.plain, figures.rows, graphs)
         found["points"] = tables.columns("points", self._point_rows(status, reason, None))
         collectives = self._collectives()
         if collectives:

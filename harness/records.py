@@ -88,6 +88,8 @@ class RankRecord:
         source: whose clock: host, stamps, events, cupti. Times of stamps are the GPU's own and
             comparable within one rank only.
         graph_floor_ns: the floor inside a CUDA graph, for replayed steps; None: floor_ns.
+        rooted_ns: (kind, bytes) of gathers and broadcasts -> what the same collective took on this
+            rank when all ranks began it together, less the floor; what is not there was not tried.
     """
 
     rank: int
@@ -101,6 +103,7 @@ class RankRecord:
     paths: tuple[str, ...] = ()
     source: str = "host"
     graph_floor_ns: int | None = None
+    rooted_ns: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def of_steps(self, numbers: np.ndarray) -> RankRecord:
         """A copy with the steps of these numbers alone."""

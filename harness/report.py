@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness import engine_costs
 from harness.config import ENGINE_AXES, as_written
+from harness.flags import FLAG
 from harness.marker import worst_status
 from harness.store import load
 from harness.telemetry import BUSY
@@ -52,9 +54,9 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
     figures of _FIGURES, spread (standard deviation / median of output_tok_s over all repeats),
     scaling_efficiency, phase (that the step's figures are of: decode, or prefill where the workload
-    has no pure decode step), scaling_reason (why there is no efficiency), notes, reason. A point of
-    several fresh engines has the median of their figures. Points that are not ok have no figures;
-    contaminated ones have, under their status.
+    has no pure decode step), scaling_reason (why there is no efficiency), engine_costs.COLUMNS,
+    notes, reason. A point of several fresh engines has the median of their figures. Points
+    that are not ok have no figures; contaminated ones have, under their status.
     """
     import pandas as pd
 
@@ -66,6 +68,7 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     metrics = results.table(
         "metrics", ["point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks"]
     )
+    costs = engine_costs.of_points(results)
     of_point = {str(k): group for k, group in metrics.groupby("point_id", sort=False)}
     rows = []
     for point_id, group in points.groupby("point_id", sort=False):
@@ -76,7 +79,7 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
         row["n_process"] = int(group["process"].nunique())
         row["repeats"] = len(group) if first["status"] in RANKED else 0
         measured = of_point.get(str(point_id)) if first["status"] in RANKED else None
-        row |= _figures(measured)
+        row |= _figures(measured) | costs.get(str(point_id), {})
         row["notes"] = "; ".join(dict.fromkeys(group["notes"].dropna())) or None
         row["reason"] = first["reason"]
         rows.append(row)
@@ -84,9 +87,10 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     asked = [row["settings"] for row in rows]
     for row, (efficiency, reason) in zip(rows, scaling_efficiency(rows), strict=True):
         row |= {"scaling_efficiency": efficiency, "scaling_reason": reason}
-    figures = [*_FIGURES, "spread", "scaling_efficiency", "phase", "scaling_reason", "notes"]
+    figures = [*_FIGURES, "spread", "scaling_efficiency", "phase", "scaling_reason"]
     names = ["index", "point_id", "status", *AXES, *_further(asked), "n_process", "repeats"]
-    return pd.DataFrame(rows, columns=[*names, *figures, "reason"])
+    last = [*engine_costs.COLUMNS, "notes", "reason"]
+    return pd.DataFrame(rows, columns=[*names, *figures, *last])
 
 
 def settings(requested: str) -> dict[str, Any]:
@@ -184,9 +188,7 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     figures; `-` is a missing figure."""
     import pandas as pd
 
-    further = list(frame.columns[frame.columns.get_loc("cache") + 1 :])
-    further = further[: further.index("n_process")]
-    varying = [a for a in AXES if a in ALWAYS or len(set(map(str, frame[a]))) > 1] + further
+    varying = _varying(frame)
     same = [a for a in AXES if a not in varying and len(frame) and pd.notna(frame[a].iloc[0])]
     printed = list(_PRINTED)
     if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
@@ -203,6 +205,19 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
             cells.append("-" if pd.isna(value) else format(float(value) * factor, spec))
         rows.append([*cells, _remark(point)])
     return headings, rows, ", ".join(f"{a}={_text(frame[a].iloc[0])}" for a in same)
+
+
+def _varying(frame: pd.DataFrame) -> list[str]:
+    """The axes and further settings that are printed as columns."""
+    further = list(frame.columns[frame.columns.get_loc("cache") + 1 :])
+    further = further[: further.index("n_process")]
+    return [a for a in AXES if a in ALWAYS or len(set(map(str, frame[a]))) > 1] + further
+
+
+def engines(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows of text): start-up and memory of each engine of the summary."""
+    axes = [a for a in _varying(frame) if a != "batch" and not a.startswith("workload")]
+    return engine_costs.view(frame, axes)
 
 
 def remarks(frame: pd.DataFrame) -> list[str]:
@@ -232,7 +247,7 @@ def _remark(point: pd.Series) -> str:
         said.append(f"reading the collectives adds {share:.0%} to a step")
     notes = point.get("notes")
     if isinstance(notes, str):
-        said += [note for note in notes.split("; ") if note.startswith(BUSY)]
+        said += [note for note in notes.split("; ") if note.startswith((BUSY, FLAG))]
     return "; ".join(said)
 
 
@@ -246,12 +261,19 @@ def markdown(run_dir: str | Path) -> str:
     """The printed table as markdown, with what all points share above it, remarks below."""
     frame = summary(run_dir)
     headings, rows, same = view(frame)
-    headings = [heading.replace("\n", " ") for heading in headings]
-    lines = [
-        f"| {' | '.join(cell.replace('|', '/') for cell in line)} |"
+    lines = [same, "", *_lines(headings, rows), *(f"\n{remark}." for remark in remarks(frame))]
+    headings, rows = engines(frame)
+    if rows:
+        lines += ["", *_lines(headings, rows)]
+    return "\n".join(lines)
+
+
+def _lines(headings: list[str], rows: list[list[str]]) -> list[str]:
+    """A table in markdown."""
+    return [
+        f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in line)} |"
         for line in (headings, ["---"] * len(headings), *rows)
     ]
-    return "\n".join([same, "", *lines, *(f"\n{remark}." for remark in remarks(frame))])
 
 
 def csv(run_dir: str | Path) -> str:
@@ -270,3 +292,7 @@ def print_summary(run_dir: str | Path, console: Console) -> None:
     print_table(console, headings, rows, wrapped="reason", right=right)
     for remark in remarks(frame):
         print_line(console, remark)
+    headings, rows = engines(frame)
+    if rows:
+        print_line(console, "")
+        print_table(console, headings, rows, wrapped="", right=engine_costs.RIGHT)

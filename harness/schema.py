@@ -178,10 +178,11 @@ floor_us     float   us what the same method reads round nothing (GPU: the small
 below_floor  bool    - latency_us is below zero; kept, never clamped
 span_us      float   us the pair without a backlog, as read, launch gaps included; null on a CPU
 kernel_us    float   us time of the kernel alone; profiler pass only
-transfer_us  float   us minimum over ranks of latency_us (or kernel_us); null for rooted kinds
+transfer_us  float   us minimum over ranks of latency_us (or kernel_us), or as transfer_source says
 wait_us      float   us latency_us (or kernel_us) - transfer_us: waiting for the last rank
 algbw_GBps   float   GB/s bytes / transfer_us; rooted kinds: bytes / latency_us at the root
 busbw_GBps   float   GB/s algbw x 2(n-1)/n all_reduce, (n-1)/n gather, 1 broadcast
+transfer_source string - ranks; calibrated: rooted kind, the root's in an aligned run
 transfer_reason string - why transfer_us is null: rooted, span or starved
 source       string! - host, stamps, events or cupti
 starved      bool    - in this step the host was not ahead of the GPU; backlog pass only

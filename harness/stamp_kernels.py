@@ -173,6 +173,29 @@ class Stamps:
         self._restart()
         return round(sum(launched) / len(launched)), round(sum(replayed) / len(replayed))
 
+    def aligned_ns(self, align: Callable[[], None], run: Callable[[], None]) -> float:
+        """What a pair of stamps reads round `run` behind `align`, launched behind a backlog: the
+        mean of 4 x PAIRS readings, floor included."""
+        spin = Spin(self._device)
+        spin.set_ns(SPIN_FLOOR_NS)
+
+        def pairs() -> None:
+            self.begin()
+            for pair in range(PAIRS):
+                align()
+                self.stamp(2 * pair + 2)
+                run()
+                self.stamp(2 * pair + 3)
+
+        pairs()  # warm
+        means = []
+        for _ in range(4):
+            spin()
+            pairs()
+            means.append(self._mean())
+        self._restart()
+        return sum(means) / len(means)
+
     def _pairs(self) -> None:
         self.begin()
         for pair in range(PAIRS):

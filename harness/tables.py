@@ -163,11 +163,14 @@ def collectives(
     span, starved = joined.span[joined.step_index], joined.starved[joined.step_index]
     why = np.full(n, None)
     for reason, rows_of in (
-        ("rooted", rows["kind"] != Kind.ALL_REDUCE),
+        ("rooted", (rows["kind"] != Kind.ALL_REDUCE) & ~joined.calibrated),
         ("span", span),
         ("starved", starved),
     ):
         why[rows_of] = reason
+    by = np.full(n, "ranks", object)
+    by[joined.calibrated] = "calibrated"
+    by[np.isnan(joined.transfer_us)] = None
     algbw, busbw = bandwidth(joined)
     shared = {
         "step": rows["step"],
@@ -182,6 +185,7 @@ def collectives(
         "mode": np.array([*record.modes, ""], object)[step["mode"]],
         "path": np.array([*record.paths, ""], object)[rows["path"]],
         "transfer_us": joined.transfer_us,
+        "transfer_source": by,
         "transfer_reason": why,
         "algbw_GBps": algbw,
         "busbw_GBps": busbw,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,17 @@ class Communicator(ABC):
         """Enqueues one small all-reduce that no observer hears: device work behind it starts
         together on all ranks."""
         self._all_reduce(self._align_buffer)
+
+    def rehearse(self, kind: Kind, nbytes: int, dtype: str) -> Callable[[], None]:
+        """-> what enqueues one more collective of this kind and payload (as in Collective.bytes) on
+        memory of its own, unheard by observers."""
+        item = getattr(torch, dtype)
+        local = nbytes // (self.world if kind is Kind.GATHER else 1) // item.itemsize
+        x = torch.zeros(local, dtype=item, device=self._align_buffer.device)
+        if kind is Kind.GATHER:
+            out = x.new_empty((self.world, local) if self.rank == 0 else (0,))
+            return lambda: self._gather(x, out)
+        return partial(self._all_reduce if kind is Kind.ALL_REDUCE else self._broadcast, x)
 
     @contextmanager
     def capturing(self, step: StepInfo, observed: bool) -> Iterator[None]:

@@ -109,12 +109,15 @@ class ObserverContext:
         device: "cpu", "cuda:0", ...
         align: enqueues one small all-reduce that no observer hears, so that device work enqueued
             behind it starts together on all ranks; every rank must call it at the same place.
+        rehearse: (kind, bytes, dtype) -> what enqueues one more collective of this kind and payload
+            on memory of its own, unheard by observers; the same rule holds.
     """
 
     rank: int
     world: int
     device: str
     align: Callable[[], None]
+    rehearse: Callable[[Kind, int, str], Callable[[], None]]
 
 
 class CollectiveObserver:

@@ -36,6 +36,26 @@ def test_known_delays_give_exact_transfer_and_wait() -> None:
     assert joined.latency_us[~reduces].tolist() == [[2005.0, 2005.0, 5.0]] * 6
 
 
+def test_rooted_kinds_take_their_transfer_from_the_root_s_aligned_run() -> None:
+    """3 us aligned at the root: rank 0 waited for what is above that; a sender says nothing."""
+    records = host_records(3, STEPS, transfer_ns=5_000, wait_ns=2_000_000)
+    gather, size = int(Kind.GATHER), int(records[0].collectives["bytes"][5])
+    for rank, record in enumerate(records):
+        record.rooted_ns = {(gather, size): 3_000.0 + 1_000 * rank}
+    joined = join(records)
+    known = joined.is_kind(Kind.GATHER) & (joined.rows["bytes"] == size)
+    assert joined.calibrated.tolist() == known.tolist() and known.sum() == 3
+    assert joined.transfer_us[known].tolist() == [3.0] * 3
+    assert joined.wait_us[known, 0].tolist() == [2002.0] * 3
+    assert np.isnan(joined.wait_us[known, 1:]).all()
+    others = ~known & ~joined.is_kind(Kind.ALL_REDUCE)
+    assert np.isnan(joined.transfer_us[others]).all() and others.sum() == 3
+    step = StepTimes(joined.steps["phase"], np.full((3, 3), 1e4), "stamps", "step")
+    bare = join(host_records(3, STEPS, transfer_ns=5_000, wait_ns=2_000_000))
+    for name, values in shares(joined, step, None).items():  # shares are the all-reduces'
+        assert np.array_equal(values, shares(bare, step, None)[name])
+
+
 def test_a_delay_on_one_rank_is_waiting_on_the_others_and_no_transfer() -> None:
     calm, late = (join(host_records(2, STEPS, wait_ns=w)) for w in (0, 2_000_000))
     assert np.array_equal(calm.transfer_us, late.transfer_us, equal_nan=True)

@@ -33,8 +33,13 @@ from tests.support.fake_gpu import (
 )
 
 
+def rehearse(kind: Kind, nbytes: int, dtype: str) -> Any:
+    """No test but one asks for it."""
+    return lambda: None
+
+
 def context(align: Any = lambda: None) -> ObserverContext:
-    return ObserverContext(0, 2, "cuda:0", align)
+    return ObserverContext(0, 2, "cuda:0", align, rehearse)
 
 
 def launched(comm: GpuCommunicator, number: int, mode: str = "eager", layers: int = 2) -> None:
@@ -105,6 +110,30 @@ def test_replays_have_a_row_each_and_the_step_of_the_capture_has_none(timer: str
         )
     lasted = (record.steps["end_ns"] - record.steps["begin_ns"]).tolist()
     assert lasted == [39_100 if n % 3 == 2 else 39_000 for n in kept]
+    comm.close()
+
+
+def test_rooted_collectives_are_run_again_with_the_ranks_aligned() -> None:
+    """Their own floor, 3 us launched, is taken off; all-reduces need no such run."""
+    gpu = FakeGpu()
+    comm = GpuCommunicator(gpu)
+    log: list[str] = []
+
+    def again(kind: Kind, nbytes: int, dtype: str) -> Any:
+        def run() -> None:
+            log.append(f"{kind.label} {nbytes} {dtype}")
+            comm.rehearse(kind, nbytes, dtype)()
+
+        return run
+
+    aligned = ObserverContext(0, 2, "cuda:0", lambda: log.append("align"), again)
+    observer = StampObserver(aligned, ring=FakeRing(gpu))
+    comm.attach([observer])
+    for number in range(3):
+        launched(comm, number)
+    record = pickle.loads(pickle.dumps(observer.result()))
+    assert log == ["align", "gather 48 float32", "align", "broadcast 16 int64"]
+    assert record.rooted_ns == {(Kind.GATHER, 48): 4000, (Kind.BROADCAST, 16): 4000}
     comm.close()
 
 

@@ -40,7 +40,7 @@ class Silent(Communicator):
 
 
 def context(rank: int) -> ObserverContext:
-    return ObserverContext(rank, 2, "cpu", align=lambda: None)
+    return ObserverContext(rank, 2, "cpu", align=lambda: None, rehearse=lambda *of: lambda: None)
 
 
 def run_step(

@@ -76,6 +76,12 @@ class FakeRing:
     def floors_ns(self) -> tuple[int, int]:
         return 3000, 2000
 
+    def aligned_ns(self, align: Op, run: Op) -> float:
+        align()
+        begin = self._gpu.now
+        run()
+        return self._gpu.now - begin
+
 
 class FakeEvent:
     def __init__(self, gpu: FakeGpu, external: bool) -> None:
@@ -122,6 +128,7 @@ class GpuCommunicator(Communicator):
         self.gpu.work(self.all_reduce_ns)
 
     def _gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert (out.shape, out.dtype) == ((self.world, *x.shape), x.dtype)
         self.gpu.work(7000)
 
     def _broadcast(self, x: torch.Tensor) -> None:

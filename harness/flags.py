@@ -1,0 +1,34 @@
+"""Figures that no sound engine has: what a reader must see before believing a row"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from harness.window import DECODE, Window
+
+LEAST_REPLAYED = 0.9
+LEAST_MBU = 0.05
+FLAG = "flag: "
+"""Notes that begin so stand in the printed table."""
+
+
+def of_point(
+    windows: Sequence[Window], figures: Sequence[Mapping[str, Any]], graphs: bool
+) -> list[str]:
+    """Notes on a point: decode steps that were launched where graphs were asked for, and a step far
+    from what the machine reads in its time. (What was built inside the window is a status,
+    `contaminated`.) A small model at a small batch may be flagged rightly: launches bound it."""
+    found = []
+    steps = [w.steps[0][w.steps[0]["phase"] == DECODE]["replayed"] for w in windows]
+    replayed = np.concatenate([np.zeros(0, bool), *steps])
+    if graphs and len(replayed) and replayed.mean() < LEAST_REPLAYED:
+        found.append(
+            f"{FLAG}{replayed.mean():.0%} of {len(replayed)} decode steps replayed a CUDA graph"
+        )
+    for row in figures:
+        if row["name"] == "mbu" and row["value"] is not None and row["value"] < LEAST_MBU:
+            found.append(f"{FLAG}a decode step uses {row['value']:.1%} of the read bandwidth")
+    return found

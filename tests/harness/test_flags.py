@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.steplog import STEP_DTYPE
+from harness.flags import of_point
+from harness.window import DECODE, PREFILL, Window
+
+
+def window(*steps: tuple[int, bool]) -> Window:
+    """(phase, replayed) of each step."""
+    log = np.zeros(len(steps), STEP_DTYPE)
+    for row, (phase, replayed) in zip(log, steps, strict=True):
+        row["phase"], row["replayed"] = phase, replayed
+    return Window("plain", 0, [], (), [log], 0.0, 1.0, datetime.now(UTC), {})
+
+
+def figure(name: str, value: float | None) -> dict[str, Any]:
+    return {"name": name, "value": value}
+
+
+def test_decode_steps_that_were_not_replayed_are_flagged() -> None:
+    windows = [
+        window((PREFILL, False), *[(DECODE, True)] * 8),
+        window((PREFILL, False), (DECODE, True), (DECODE, False)),
+    ]
+    assert of_point(windows, [], graphs=True) == []  # 9 of 10
+    windows.append(window((DECODE, False)))
+    assert of_point(windows, [], graphs=True) == [
+        "flag: 82% of 11 decode steps replayed a CUDA graph"
+    ]
+    assert of_point(windows, [], graphs=False) == []
+    assert of_point([window((PREFILL, False))], [], graphs=True) == []
+
+
+@pytest.mark.parametrize(("value", "flagged"), [(0.049, True), (0.05, False), (None, False)])
+def test_a_step_far_from_the_bandwidth_is_flagged(value: float | None, flagged: bool) -> None:
+    found = of_point([], [figure("mfu", 0.001), figure("mbu", value)], graphs=True)
+    assert found == (["flag: a decode step uses 4.9% of the read bandwidth"] if flagged else [])
