@@ -51,7 +51,9 @@ class _Mirror:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        self._named = size = _TOKEN_ARRAYS * _stride(max_tokens) * 8
+        # Not at 0 even when full: dynamo takes a storage offset of 0 or 1 for a constant, and a
+        # step of exactly max_tokens tokens would compile the model again.
+        self._named = size = _ALIGN + _TOKEN_ARRAYS * _stride(max_tokens) * 8
         offsets = {}
         for name, (shape, dtype) in layout.items():
             offsets[name] = size

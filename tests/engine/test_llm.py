@@ -283,11 +283,13 @@ def test_compiled_tokens_are_transformers(
     checkpoints: Checkpoints, scope: str, tmp_path: Path
 ) -> None:
     path = checkpoints(num_layers=2)
-    with engine(path, compile=scope, cache_dir=str(tmp_path)) as llm:
+    budget = {"max_num_batched_tokens": 16, "max_num_seqs": 4}  # so that some steps use all of it
+    with engine(path, compile=scope, cache_dir=str(tmp_path), **budget) as llm:
         before = llm.counters()
         assert before["compiles"] == (2 if scope == "model" else 4)
         assert before["graph_breaks"] == 0
         assert_greedy(path, llm, prompts_of(LENGTHS))
+        assert 16 in llm.drain_steps()[0]["tokens"]
         # Every token count of the run is served by what warm-up compiled.
         assert llm.counters()["compiles"] == before["compiles"]
         assert llm.effective["mode"] == f"compiled-{scope}"
