@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from harness.marker import FAILED, KEPT
-from harness.plan import Plan, Point
+from harness.plan import Plan, Point, code_key
 from harness.progress import Reporter
 from harness.runs import RunFolder, StorageError, storing
 from harness.session import Outcome, Session
@@ -137,7 +137,7 @@ class Execution:
 
     def _cache_dir(self, point: Point) -> Path:
         if point.cfg["cache"] == "warm":
-            return self.cache_root / point.engine_key
+            return self.cache_root / code_key(point.cfg)
         cold = self.run.path / "cache"
         shutil.rmtree(cold, ignore_errors=True)  # the engine that had it has ended
         with storing(self.run.path):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 ENGINE_FIELDS = (*ENGINE_AXES, "model", "engine", "cache")
 """What an engine is started with. Two points that agree in these share a live engine."""
+CODE_FIELDS = ("tp", "compile", "attention", "comm", "page_size", "dtype", "device", "model")
+"""What compiled code may depend on: engines that agree in these share a kept compile cache, so that
+eager and captured forms, or other limits on memory, find each other's code."""
 MEASURE_FIELDS = ("batch", "workload", "measure", "instrument", "timing")
 
 
@@ -195,6 +198,11 @@ def axes_of(cfg: dict[str, Any]) -> dict[str, Any]:
     """The values that name a point; a group is named by its name."""
     names = {"model": cfg["model"]["name"], "workload": cfg["workload"]["kind"]}
     return {axis: names.get(axis, cfg[axis]) for axis in AXES}
+
+
+def code_key(cfg: dict[str, Any]) -> str:
+    """12 hex digits; names the compile cache of cache=warm."""
+    return digest(_part(cfg, CODE_FIELDS))
 
 
 def _part(cfg: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:

@@ -320,12 +320,17 @@ def test_compile_caches_are_fresh_for_every_engine_unless_asked_to_be_kept(
     tmp_path: Path, sessions: list[FakeSession]
 ) -> None:
     for cache in ("cold", "warm"):
-        run = open_run(tmp_path, plan(sweep({"cache": cache}, tp=[1, 2])), "auto")
+        axes: dict[str, list[Any]] = {"tp": [1, 2], "page_size": [16, 32], "engine__seed": [0, 1]}
+        run = open_run(tmp_path, plan(sweep({"cache": cache}, **axes)), "auto")
         go(run)
         run.close()
         assert not (run.path / "cache").exists()
-    keys = [p.engine_key for p in run.plan.points]
-    assert [s.cache for s in sessions[2:]] == [tmp_path / "warm" / key for key in keys]
+    kept = [s.cache for s in sessions[8:]]
+    assert len({p.engine_key for p in run.plan.points}) == 8
+    # The engine's seed, which is not in the key, changes no code.
+    of_code = [(p.cfg["tp"], p.cfg["page_size"]) for p in run.plan.points]
+    assert {path.parent for path in kept if path} == {tmp_path / "warm"}
+    assert len(set(kept)) == 4 == len(set(zip(kept, of_code, strict=True)))
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
