@@ -53,8 +53,8 @@ transfer_bias_us  us   by how much the minimum over ranks of whole ticks is too 
 floor_us          us   what the timer reads round nothing (GPU: a tiny kernel); already taken off
 tick_us           us   smallest step of the timer; no percentile below two ticks is given
 below_floor       1    collectives whose latency_us is below zero
-instrument_us     us   (instrumented - clean step) / collectives of the step, medians
-instrument_share  1    (instrumented - clean step) / clean step, medians
+instrument_us     us   (instrumented - clean step) / collectives, medians; the rank that waits least
+instrument_share  1    (instrumented - clean step) / clean step, medians; the rank that waits least
 launch_gap_us     us   time of a step in which no kernel runs; needs the profiler pass
 weights_read_bytes B   weights that a decode step reads, of all ranks
 kv_bytes          B    K/V that a decode step reads and writes, mean over the steps, of all ranks

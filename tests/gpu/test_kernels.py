@@ -78,8 +78,10 @@ def test_norms_are_the_formula(size: int, dtype: torch.dtype) -> None:
     expected, (added, total) = norm(x), norm(x, residual)
     norm = norm.cuda()
     own, (own_added, own_total) = norm(x.cuda()), norm(x.cuda(), residual.cuda())
-    torch.testing.assert_close(own.cpu(), expected)
-    torch.testing.assert_close(own_added.cpu(), added)
+    # Two roundings, each of which may fall to the other side: 2 units in the last place.
+    close = {} if dtype == torch.float32 else {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(own.cpu(), expected, **close)
+    torch.testing.assert_close(own_added.cpu(), added, **close)
     assert torch.equal(own_total.cpu(), total)
 
 

@@ -6,14 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from harness import ceilings
+from harness.attribution import join
+from harness.collective_figures import instrument_cost
+from harness.figure_rows import FigureRows
 from harness.point import PointOutcome, measure_point
 from harness.report import summary, view
+from harness.step_times import StepTimes
 from harness.store import Results, load
-from tests.support.fake_backend import make_cfg, make_point
+from tests.support.fake_backend import DECODE, host_records, make_cfg, make_point
 from tests.support.fake_gpu_backend import FakeGpuBackend
 
 GRAPH = {"enforce_eager": False, "timing": "stamps", "device": "cuda"}
@@ -197,10 +202,10 @@ def test_ceilings_make_mbu_and_a_column(tmp_path: Path) -> None:
     cfg = make_cfg(results_dir=str(tmp_path / "runs"))
     path = ceilings.path_of(cfg)
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"read_bytes_s": 1e9, "matmul_flops_s": 1e12}))
+    path.write_text(json.dumps({"read_bytes_s": 1e7, "matmul_flops_s": 1e12}))
     _, results, _ = measure(tmp_path, "graph", **GRAPH)
     moved = figure(results, "step_bytes", phase="decode")
-    assert figure(results, "mbu") == pytest.approx(moved / (1e-3 * 2 * 1e9))
+    assert figure(results, "mbu") == pytest.approx(moved / (1e-3 * 2 * 1e7))
     flops = figure(results, "step_flops", phase="decode")
     assert figure(results, "mfu") == pytest.approx(flops / (1e-3 * 2 * 1e12))
     frame = summary(tmp_path / "runs" / "run7")
@@ -226,3 +231,15 @@ def test_the_hosts_clock_times_no_gpu(tmp_path: Path) -> None:
     outcome, results, backend = measure(tmp_path, "graph", **changes)
     assert outcome.status == "ok" and backend.passes == []
     assert "times the launch, not the collective" in results.points["notes"][0]
+
+
+def test_instruments_are_charged_to_the_rank_that_does_not_wait(tmp_path: Path) -> None:
+    """Rank 0 waits 300 us in the clean pass and 100 in the other; reading costs 2 us each."""
+    joined = join(host_records(2, [(DECODE, 2, 2)] * 4))
+    phase, count = joined.steps["phase"], len(joined.rows) // 4
+    clean = StepTimes(phase, np.tile([1300.0, 1000.0], (4, 1)), "stamps", "step")
+    timed = np.tile([1100.0 + 2 * count, 1000.0 + 2 * count], (4, 1))
+    rows = FigureRows({"run_id": "r", "point_id": "p", "process": 0})
+    instrument_cost(rows, joined, StepTimes(phase, timed, "stamps", "graph_timed"), clean)
+    found = {r["name"]: r["value"] for r in rows.rows if r["phase"] == "decode"}
+    assert found == {"instrument_us": 2.0, "instrument_share": pytest.approx(2 * count / 1000)}
