@@ -28,7 +28,8 @@ class EngineConfig:
         enforce_eager: True: no CUDA graphs.
         compile: off | layer (each decoder layer one region) | model (embedding to final norm one
             full graph).
-        max_model_len: prompt + output of one request at most; None: the model's own limit.
+        max_model_len: prompt + output of one request at most; None: the model's own limit
+            (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.
         max_num_batched_tokens: query tokens of one step at most (the chunked-prefill budget).
         page_size: tokens of one K/V page; None: what the attention backend likes (flash2: 256,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels import runs_triton
+from engine.rope import RopeScaling, rotary_table
 from engine.weights import CheckpointTensor, whole
 
 
@@ -62,18 +63,20 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Table of cosines and sines, float32: row p holds cos, then sin, of p * theta^(-2i/D) for
-    i = 0 .. D/2-1."""
+    """The table of cosines and sines, float32 [positions, D]; see rope.rotary_table."""
 
     table: torch.Tensor
 
     def __init__(
-        self, head_dim: int, max_positions: int, theta: float, device: torch.device | str
+        self,
+        head_dim: int,
+        max_positions: int,
+        theta: float,
+        device: torch.device | str,
+        scaling: RopeScaling | None = None,
     ) -> None:
         super().__init__()
-        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+        table = rotary_table(head_dim, max_positions, theta, scaling).to(device)
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:

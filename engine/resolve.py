@@ -33,10 +33,17 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     """
     shape.check_tp(config.tp)
     device = _device(config)
-    max_model_len = config.max_model_len or shape.max_position
-    if max_model_len > shape.max_position:
+    max_model_len = config.max_model_len or shape.longest_by_default
+    if max_model_len > shape.longest:
         raise ConfigError(
-            f"max_model_len={max_model_len}: the model's positions end at {shape.max_position}"
+            f"max_model_len={max_model_len}: the model's positions end at {shape.longest}"
+        )
+    if max_model_len > shape.longest_by_default:
+        logger.warning(
+            "max_model_len=%d: past %d positions dynamic rope scaling turns each token by the "
+            "length up to it; transformers turns a prompt as a whole by the prompt's own length",
+            max_model_len,
+            shape.longest_by_default,
         )
     if config.enforce_eager is False and device == "cpu":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""ModelShape: what config.json says of a model; no other file reads a Hugging Face config."""
+"""ModelShape: what config.json says of a model; only this file opens a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.comm.types import Kind, Site
 from engine.errors import ConfigError
+from engine.rope import RopeScaling, read_rope
 
 MODEL_TYPES = ("qwen3", "qwen2")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -21,7 +22,9 @@ class ModelShape:
     Attributes:
         num_layers, num_heads, num_kv_heads: decoder layers, query heads, K/V heads.
         head_dim: width of one head; need not be hidden_size / num_heads.
-        max_position: positions that the model was trained for (max_position_embeddings).
+        rope_theta, rope: base of the rotary frequencies, and their scaling, if any.
+        max_position: max_position_embeddings: positions that the model was trained for, where no
+            scaling says otherwise.
         tied: the LM head uses the embedding table.
         qk_norm: per-head RMSNorm of Q and K before RoPE (Qwen3 always, Qwen2 never).
         qkv_bias, o_bias: bias of the q, k, v and of the output projection (Qwen3: both follow
@@ -47,6 +50,7 @@ class ModelShape:
     o_bias: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    rope: RopeScaling | None = None
 
     @classmethod
     def from_hf(cls, path: str | Path) -> ModelShape:
@@ -57,8 +61,8 @@ class ModelShape:
 
         Raises:
             ConfigError: no config.json, a missing value, or anything this engine does not compute:
-                another model_type, a rope type other than default, sliding windows, another
-                activation, quantised weights.
+                another model_type, another rope type than rope.ROPE_TYPES, sliding windows,
+                another activation, quantised weights.
         """
         config = _read_json(Path(path) / "config.json", required=True)
         generation = _read_json(Path(path) / "generation_config.json", required=False)
@@ -82,6 +86,13 @@ class ModelShape:
 
         heads, hidden = count("num_attention_heads"), count("hidden_size")
         is_qwen3 = model_type == "qwen3"
+        # Qwen2's config has no head_dim; Qwen3's always has, and it need not be hidden / heads.
+        own = is_qwen3 or config.get("head_dim") is not None
+        head_dim = count("head_dim") if own else hidden // heads
+        if head_dim % 2:
+            raise ConfigError(f"head_dim={head_dim} in {path}: rotary pairs need an even one")
+        max_position = count("max_position_embeddings")
+        rope_theta, rope = read_rope(config, head_dim, max_position)
         bias = bool(config.get("attention_bias", False))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         if dtype not in _DTYPES:
@@ -93,12 +104,12 @@ class ModelShape:
             num_layers=count("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=count("num_key_value_heads"),
-            # Qwen2's config has no head_dim; Qwen3's always has, and it need not be hidden / heads.
-            head_dim=count("head_dim") if is_qwen3 or config.get("head_dim") else hidden // heads,
+            head_dim=head_dim,
             intermediate_size=count("intermediate_size"),
             rms_norm_eps=float(need("rms_norm_eps")),
-            rope_theta=_rope_theta(config),
-            max_position=count("max_position_embeddings"),
+            rope_theta=rope_theta,
+            rope=rope,
+            max_position=max_position,
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=is_qwen3,
             qkv_bias=bias if is_qwen3 else True,
@@ -106,6 +117,19 @@ class ModelShape:
             dtype=dtype,
             eos_token_ids=_eos_ids(config, generation),
         )
+
+    @property
+    def longest(self) -> int:
+        """Largest max_model_len: max_position, or what a rope scaling extends it to (vLLM's rule:
+        max_position * factor; for yarn its original positions * factor)."""
+        return self.max_position if self.rope is None else self.rope.limit
+
+    @property
+    def longest_by_default(self) -> int:
+        """max_model_len where none is given: `longest`, but for dynamic scaling only the positions
+        for which its result is certain to be transformers' (see RopeScaling)."""
+        dynamic = self.rope is not None and self.rope.kind == "dynamic"
+        return self.max_position if dynamic else self.longest
 
     def legal_tp(self) -> list[int]:
         """TP sizes that split heads and MLP evenly: tp divides the query heads and the intermediate
@@ -173,35 +197,6 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ConfigError(f"hidden_act={act!r}: only silu is implemented")
     if config.get("quantization_config"):
         raise ConfigError("quantization_config: quantised checkpoints are not implemented")
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    """The rotary base, from rope_parameters (transformers 5) or the top level (transformers 4).
-
-    Raises:
-        ConfigError: no base, two that differ, or a rope type other than default.
-    """
-    thetas = {}
-    if config.get("rope_theta") is not None:
-        thetas["rope_theta"] = float(config["rope_theta"])
-    for place in ("rope_parameters", "rope_scaling"):
-        rope = config.get(place) or {}
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind is None:  # a scaling without a name is not the default type
-            kind = "default" if not set(rope) - {"rope_theta"} else f"unnamed: {sorted(rope)}"
-        if kind != "default":
-            raise ConfigError(f"{place} has rope type {kind!r}: only 'default' is implemented")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError(
-                f"partial_rotary_factor={rope['partial_rotary_factor']}: only 1.0 is implemented"
-            )
-        if rope.get("rope_theta") is not None:
-            thetas[f"{place}.rope_theta"] = float(rope["rope_theta"])
-    if not thetas:
-        raise ConfigError("config.json has no rope_theta, there or in rope_parameters: add one")
-    if len(set(thetas.values())) > 1:
-        raise ConfigError(f"config.json has different rotary bases: {thetas}; keep the right one")
-    return next(iter(thetas.values()))
 
 
 def _eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:

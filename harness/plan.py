@@ -166,11 +166,11 @@ def check_limits(cfg: dict[str, Any], shape: ModelShape) -> None:
     limit = cfg["engine"]["max_model_len"]
     name = "engine.max_model_len"
     if limit is None:
-        limit, name = shape.max_position, f"the limit of model {cfg['model']['name']}"
-    elif limit > shape.max_position:
+        limit, name = shape.longest_by_default, f"the limit of model {cfg['model']['name']}"
+    elif limit > shape.longest:
         raise SettingsError(
             f"engine.max_model_len={limit}: model {cfg['model']['name']} takes at most "
-            f"{shape.max_position} tokens"
+            f"{shape.longest} tokens"
         )
     work = cfg["workload"]
     longest = {

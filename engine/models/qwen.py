@@ -174,7 +174,9 @@ class Qwen3Model(nn.Module):
             dtype=build.dtype,
             device=build.device,
         )
-        self.rotary = RotaryEmbedding(shape.head_dim, max_model_len, shape.rope_theta, build.device)
+        self.rotary = RotaryEmbedding(
+            shape.head_dim, max_model_len, shape.rope_theta, build.device, shape.rope
+        )
         self.layers = nn.ModuleList(Qwen3DecoderLayer(build) for _ in range(shape.num_layers))
         self.norm = build.norm(shape.hidden_size)
 

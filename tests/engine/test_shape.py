@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,9 @@ from engine.comm import Kind, Site
 from engine.errors import ConfigError
 from engine.shape import ModelShape
 from tests.support.checkpoints import Checkpoints
+from tests.support.configs import ABSENT, QWEN25_05B, read
 
-# The published config.json of Qwen3-8B, as transformers 4 wrote it.
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
 DEFAULT = {"rope_type": "default"}
-ABSENT = object()
-
-
-def read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelShape:
-    config = {k: v for k, v in {**QWEN3_8B, **changes}.items() if v is not ABSENT}
-    (folder / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    return ModelShape.from_hf(folder)
 
 
 def test_published_config(tmp_path: Path) -> None:
@@ -73,6 +36,31 @@ def test_published_config(tmp_path: Path) -> None:
         o_bias=False,
         dtype="bfloat16",
         eos_token_ids=(151645, 151643),
+    )
+
+
+def test_published_qwen2_config(tmp_path: Path) -> None:
+    """Biases and norms are its architecture's, not the config's; a window that is not used is not
+    in the way."""
+    assert QWEN25_05B["sliding_window"] and not QWEN25_05B["use_sliding_window"]
+    assert read(tmp_path, base=QWEN25_05B) == ModelShape(
+        model_type="qwen2",
+        vocab_size=151936,
+        hidden_size=896,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        intermediate_size=4864,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position=32768,
+        tied=True,
+        qk_norm=False,
+        qkv_bias=True,
+        o_bias=False,
+        dtype="bfloat16",
+        eos_token_ids=(151645,),
     )
 
 
@@ -135,10 +123,6 @@ def test_rope_theta_of_old_and_new_configs(
     ("changes", "named"),
     [
         ({"rope_theta": ABSENT}, "no rope_theta"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_theta": ABSENT, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}}, "dynamic"),
-        ({"rope_scaling": {"factor": 4.0}}, "factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         (
             {"rope_parameters": {**DEFAULT, "rope_theta": 5e6}},
@@ -148,13 +132,15 @@ def test_rope_theta_of_old_and_new_configs(
             {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5",
         ),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window=true: sliding-window attention"),
+        ({"base": QWEN25_05B, "use_sliding_window": True}, "use_sliding_window=true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"model_type": "llama"}, "llama"),
         ({"torch_dtype": "float64"}, "float64"),
         ({"head_dim": ABSENT}, "head_dim"),
+        ({"head_dim": 127}, "head_dim=127 .* even"),
         ({"hidden_size": ABSENT}, "hidden_size"),
         ({"num_key_value_heads": None}, "num_key_value_heads"),
     ],

@@ -26,6 +26,7 @@ class Tiny:
     tied: bool = False
     attention_bias: bool = False
     rope_theta: float = 10_000.0
+    rope: tuple[tuple[str, Any], ...] = ()  # items of rope_scaling
     max_position: int = 256
     dtype: str = "float32"
     max_shard_size: str = "5GB"
@@ -49,6 +50,7 @@ def write(tiny: Tiny, folder: Path) -> Path:
         "intermediate_size": tiny.intermediate_size,
         "tie_word_embeddings": tiny.tied,
         "rope_theta": tiny.rope_theta,
+        "rope_scaling": dict(tiny.rope) or None,
         "max_position_embeddings": tiny.max_position,
         "eos_token_id": 2,
     }

@@ -22,7 +22,7 @@ def build_model(
     path: Path, comm: Communicator, dtype: torch.dtype = torch.float32
 ) -> tuple[Qwen3ForCausalLM, ModelShape]:
     shape = ModelShape.from_hf(path)
-    model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.max_position, dtype, "cpu")
+    model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu")
     load_weights(model, path)
     return model, shape
 
