@@ -7,9 +7,10 @@ A layer says which tensors of a checkpoint it takes, their whole shapes, and how
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,10 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from engine.checkpoint import FLOATS, FileTensor, listed, scan
 from engine.errors import CheckpointError
 
 DUMMY_STD = 0.02
-_FLOATS = ("F64", "F32", "F16", "BF16")
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+READERS = 4  # tensors that one rank reads at once
+READ_BYTES = 512 << 20  # their whole sizes together; a larger tensor is read alone
 
 
 class TensorSource(Protocol):
@@ -73,13 +77,17 @@ def load_weights(
 
     Args:
         path: directory with model.safetensors, or several files and their index; dummy reads none.
-        load_format: auto reads the checkpoint, of which no more than one rank's part of one tensor
-            is in memory at a time; dummy makes the tensors, see `dummy_tensor`.
+        load_format: auto reads the checkpoint; dummy makes the tensors, see `dummy_tensor`.
         seed: of the dummy tensors.
 
+    Host memory beside the parameters is what is being read: at most READERS tensors, of READ_BYTES
+    together or else one. Of a tensor that is split by rows the mapped file pages are this rank's
+    rows; one that is split by columns is touched everywhere. A part whose dtype is not the
+    parameter's is converted as it is copied, on a GPU by way of a second copy of that part.
+
     Raises:
-        CheckpointError: no safetensors, a tensor missing, unknown, twice there, or of a wrong shape
-            or dtype. Nothing has been loaded when names do not match.
+        CheckpointError: no safetensors, a damaged file, a tensor missing, unknown, twice there, or
+            of a wrong shape or dtype; nothing has been loaded then.
     """
     wanted = checkpoint_tensors(model)
     if load_format == "dummy":
@@ -87,19 +95,18 @@ def load_weights(
         for name, tensor in wanted.items():
             tensor.fill(dummy_tensor(name, tensor.shape, seed, device))
         return
-    with ExitStack() as stack:
-        sources = _open_all(Path(path), stack)
-        _check_names(Path(path), wanted, sources)
-        for name, tensor in wanted.items():
-            source = sources[name]
-            if tuple(source.shape) != tensor.shape:
-                raise CheckpointError(
-                    f"{name}: the checkpoint has {list(source.shape)}, config.json asks for "
-                    f"{list(tensor.shape)}"
-                )
-            if source.dtype not in _FLOATS:
-                raise CheckpointError(f"{name}: dtype {source.dtype} is not one of {_FLOATS}")
-            tensor.fill(source)
+    sources = scan(Path(path))
+    _check(Path(path), wanted, sources)
+    budget = _Budget(READ_BYTES)
+
+    def read(name: str) -> None:
+        # Threads do not inherit the mode, in which parameters may have been made.
+        with torch.inference_mode(), budget.hold(sources[name].bytes):
+            wanted[name].fill(sources[name])
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="weights") as pool:
+        for _ in pool.map(read, wanted):
+            pass  # raises what a reader raised; those not yet begun are cancelled
 
 
 def dummy_tensor(
@@ -114,72 +121,67 @@ def dummy_tensor(
     return torch.empty(shape, device=device).normal_(mean, DUMMY_STD, generator=generator)
 
 
-class _FileTensor:
-    """A tensor inside an open safetensors file; indexing reads only what is asked for."""
+class _Budget:
+    """Bytes that readers hold at once; one that asks for more than all of it holds it alone."""
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._slice = file.get_slice(name)
-        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
-        self.dtype: str = self._slice.get_dtype()
+    def __init__(self, limit: int) -> None:
+        self._limit = self._free = limit
+        self._changed = threading.Condition()
 
-    def __getitem__(self, index: Any, /) -> torch.Tensor:
-        return self._slice[index]
-
-
-def _open_all(path: Path, stack: ExitStack) -> dict[str, _FileTensor]:
-    from safetensors import SafetensorError, safe_open
-
-    sources: dict[str, _FileTensor] = {}
-    for file in _files(path):
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        size = min(size, self._limit)
+        with self._changed:
+            self._changed.wait_for(lambda: size <= self._free)
+            self._free -= size
         try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from error
-        for name in opened.keys():  # noqa: SIM118 (no mapping)
-            if name in sources:
-                raise CheckpointError(f"{path}: {name} is in more than one file")
-            sources[name] = _FileTensor(opened, name)
-    return sources
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
-def _files(path: Path) -> list[Path]:
-    """model.safetensors, else the files that the index names (transformers' order)."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
+def _check(path: Path, wanted: dict[str, CheckpointTensor], sources: dict[str, FileTensor]) -> None:
+    _check_names(path, wanted, sources)
+    if HEAD in sources and HEAD not in wanted:
+        _check_tied(sources[TABLE], sources[HEAD])
+    for name, tensor in wanted.items():
+        source = sources[name]
+        if source.shape != tensor.shape:
+            raise CheckpointError(
+                f"{source.file}: {name}: the checkpoint has {list(source.shape)}, config.json asks "
+                f"for {list(tensor.shape)}"
+            )
+        if source.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{source.file}: {name}: dtype {source.dtype} is not one of {', '.join(FLOATS)}"
+            )
+
+
+def _check_tied(table: FileTensor, head: FileTensor) -> None:
+    """A tied checkpoint may repeat the table as LM head. Where the two differ, transformers 4 runs
+    the one and transformers 5 the other, so neither is right unasked."""
+    step = max(1, (64 << 20) * table.shape[0] // max(1, table.bytes))  # rows of 64 MiB
+    same = (table.shape, table.dtype) == (head.shape, head.dtype) and all(
+        torch.equal(table[i : i + step], head[i : i + step]) for i in range(0, table.shape[0], step)
+    )
+    if not same:
         raise CheckpointError(
-            f"{path} has neither {single.name} nor {index.name}: save the model as safetensors, or "
-            f"use load_format=dummy"
+            f"{head.file}: {head.name} is not {table.name}, but config.json ties the two: set "
+            f"tie_word_embeddings to false, or remove {head.name}"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files ({error})") from error
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-        raise CheckpointError(f"{path}: {index.name} names files that are not there: {absent}")
-    return [path / name for name in names]
 
 
 def _check_names(path: Path, wanted: Iterable[str], found: Iterable[str]) -> None:
     wanted, found = set(wanted), set(found)
     missing = sorted(wanted - found)
-    # A tied checkpoint may repeat the table as lm_head.weight; rotary buffers are computed here.
+    # Rotary buffers, which old checkpoints hold, are computed here.
     extra = sorted(
-        name
-        for name in found - wanted
-        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
+        name for name in found - wanted if name != HEAD and not name.endswith("rotary_emb.inv_freq")
     )
     if missing or extra:
         raise CheckpointError(
-            f"{path}: its tensors do not fill this model: {_listed(missing)} missing, "
-            f"{_listed(extra)} unknown; check config.json against the checkpoint"
+            f"{path}: its tensors do not fill this model: {listed(missing)} missing, "
+            f"{listed(extra)} unknown; check config.json against the checkpoint"
         )
-
-
-def _listed(names: Sequence[str], limit: int = 8) -> str:
-    if not names:
-        return "none"
-    more = f", and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{len(names)} ({', '.join(names[:limit])}{more})"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.comm import Communicator
+from engine.comm import Communicator, SoloCommunicator
 from engine.kv_cache import KVCache
 from engine.models import Qwen3ForCausalLM
 from engine.shape import ModelShape
@@ -18,6 +19,14 @@ from tests.support.threads import run_ranks
 Step = dict[int, int]  # sequence -> how many of its next tokens
 
 
+class LoneRank(SoloCommunicator):
+    """A rank that never communicates: enough to build and load its shard."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.rank, self.world = rank, world
+
+
 def build_model(
     path: Path, comm: Communicator, dtype: torch.dtype = torch.float32
 ) -> tuple[Qwen3ForCausalLM, ModelShape]:
@@ -25,6 +34,21 @@ def build_model(
     model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu")
     load_weights(model, path)
     return model, shape
+
+
+def nan_model(path: Path, comm: Communicator, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of the checkpoint's shape in which nothing has been loaded."""
+    model = Qwen3ForCausalLM(ModelShape.from_hf(path), comm, "sdpa", 64, dtype, "cpu")
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    return model
+
+
+def loaded(path: Path, **how: Any) -> Any:
+    """One rank's model with load_weights(path, **how)."""
+    model = nan_model(path, SoloCommunicator())
+    load_weights(model, path, **how)
+    return model
 
 
 def logits_of(
