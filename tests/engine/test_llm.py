@@ -6,6 +6,7 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,21 @@ def test_impossible_configurations_are_refused(
     with pytest.raises(ConfigError) as caught:
         engine(checkpoints(), **options)
     assert message in str(caught.value)
+
+
+def test_a_tp_size_that_does_not_fit_is_refused_before_anything_starts(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From config.json alone: no rank is spawned and no weight is looked for."""
+    (tmp_path / "config.json").write_bytes((checkpoints() / "config.json").read_bytes())
+    started: list[int] = []
+    monkeypatch.setattr(BaseProcess, "start", lambda process: started.append(1))
+    for tp in (3, 6, 8):
+        with pytest.raises(ConfigError, match=rf"tp={tp}: 4 query heads, 2 .* in \{{1, 2, 4\}}"):
+            engine(tmp_path, tp=tp)
+    assert not started
+    with pytest.raises(CheckpointError, match="neither model.safetensors"):
+        engine(tmp_path)
 
 
 def test_inputs_that_are_not_requests(checkpoints: Checkpoints) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "heads-4-1": {"num_kv_heads": 1, "attention_bias": True},
     "heads-8-2": {"num_heads": 8, "head_dim": 8},
     "qwen2": {"model_type": "qwen2", "hidden_size": 32, "head_dim": 8},
+    "qwen2-tied-4-1": {"model_type": "qwen2", "hidden_size": 64, "tied": True, "num_kv_heads": 1},
     "theta-5e6": {"rope_theta": 5e6},
 }
 
@@ -72,6 +75,18 @@ def test_chunked_prefill_and_decode_match(
 def test_mixed_steps_match_over_ranks(checkpoints: Checkpoints, variant: str, tp: int) -> None:
     path = checkpoints(**VARIANTS[variant])
     assert_like_transformers(path, random_ids(97), schedule=staggered, tp=tp)
+
+
+def test_a_window_that_is_not_used_changes_nothing(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """As every published Qwen2.5 has one: a sliding_window beside use_sliding_window=false."""
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoints(**VARIANTS["qwen2"]), path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    assert_like_transformers(path, random_ids(97), schedule=staggered)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])

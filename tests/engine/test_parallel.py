@@ -21,6 +21,7 @@ from engine.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from engine.sampler import Sampler
 from engine.weights import checkpoint_tensors
 from tests.support.threads import Recorder, run_ranks
 
@@ -177,6 +178,26 @@ def test_lm_head_gathers_the_rows_asked_for(tp: int, vocab: int, rows: list[int]
     assert others == [None] * (tp - 1)
     assert root is not None
     torch.testing.assert_close(root, F.linear(hidden[rows], tensors["it.weight"]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_padding_of_the_vocabulary_is_never_sampled(tp: int) -> None:
+    """All 9 logits are negative, so that a padding column, whose logit is 0, would win every greedy
+    row and most others; sampled ids are those of one rank."""
+    weight = torch.rand(9, 5, generator=torch.Generator().manual_seed(0)) + 1
+    hidden = -torch.ones(200, 5)
+    temperatures = torch.tensor([0.0, 1.0, 1e4, 1e-6]).repeat(50)
+    rows = torch.arange(200)
+
+    def on_rank(comm: Communicator) -> list[int] | None:
+        head = filled(ParallelLMHead(9, 5, comm, **F32), {"it.weight": weight})
+        logits = head(hidden, rows)
+        return None if logits is None else Sampler()(logits, temperatures, rows, rows).tolist()
+
+    ids = run_ranks(tp, on_rank)[0]
+    assert ids is not None and max(ids) == 8
+    assert ids == run_ranks(1, on_rank)[0]
+    assert ids[::4] == [int(F.linear(hidden[0], weight).argmax())] * 50
 
 
 def test_lm_head_without_rows_gathers_nothing() -> None:

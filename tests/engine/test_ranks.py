@@ -159,6 +159,7 @@ def test_an_interrupted_call_leaves_the_engine_usable(two_ranks: LLM) -> None:
         {"tied": True, "attention_bias": True},
         {"num_kv_heads": 4, "max_shard_size": "8KB"},
         {"tied": True, "num_kv_heads": 1},
+        {"model_type": "qwen2", "hidden_size": 64, "num_kv_heads": 1},
     ],
 )
 def test_tokens_of_other_checkpoints_are_transformers(
