@@ -75,7 +75,9 @@ def ours(
         {"rope_type": "yarn", "factor": 3.0, "mscale": 0.707, "mscale_all_dim": 1.2},
         {"rope_type": "yarn", "factor": 3.0, "mscale": 2.0},
         {"rope_type": "yarn", "factor": 1.0, "mscale": 2.0, "mscale_all_dim": 1.0},
-        # Both ends of the ramp at the same pair.
+        # The ramp's end past the last pair, and past D; both ends at the same pair.
+        {"rope_type": "yarn", "factor": 3.0, "beta_fast": 4.0, "beta_slow": 1e-3},
+        {"rope_type": "yarn", "factor": 3.0, "beta_fast": 4.0, "beta_slow": 1e-8},
         {"rope_type": "yarn", "factor": 3.0, "beta_fast": 10, "beta_slow": 10, "truncate": False},
     ],
     ids=lambda rope: "-".join(map(str, rope.values())),
