@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
     from engine.llm import LLM
-    from engine.request import FinishReason, RequestOutput
+    from engine.request import FinishReason, RequestOutput, TokenLogprobs
     from engine.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
@@ -40,7 +40,7 @@ _HOMES = {
     "engine.config": ("EngineConfig",),
     "engine.errors": ("CheckpointError", "ConfigError", "EngineDeadError", "RequestError"),
     "engine.llm": ("LLM",),
-    "engine.request": ("FinishReason", "RequestOutput"),
+    "engine.request": ("FinishReason", "RequestOutput", "TokenLogprobs"),
     "engine.sampling_params": ("SamplingParams",),
     "engine.shape": ("ModelShape",),
 }
@@ -66,6 +66,7 @@ __all__ = [
     "Site",
     "SoloCommunicator",
     "StepInfo",
+    "TokenLogprobs",
 ]
 
 

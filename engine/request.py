@@ -15,6 +15,23 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the request could not be served; see RequestOutput.error
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token of a prompt or an output beside the model's most probable ones at its place, by the
+    model's own distribution: before penalties, biases, temperature and filters.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 is the most probable token; of equals the lower id comes first.
+        top: (token id, logprob) of as many tokens as were asked for, in order of rank.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request inside the engine; the scheduler alone changes it.
@@ -30,6 +47,8 @@ class Request:
         slot: row of the block tables and of the last-token buffer while resident, else -1.
         token_on_device: whether the last token of `output_ids` was sampled in that slot, so that
             the ranks have it; False again after a preemption.
+        logprobs, prompt_logprobs: one entry for each output token, and for each prompt token but
+            the first so far as they are computed, if they were asked for; kept over a preemption.
         arrival_s, ...: `time.perf_counter()` seconds, comparable between processes of one host.
     """
 
@@ -51,6 +70,17 @@ class Request:
     finished_s: float | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_cacheable(self) -> int:
+        """Leading positions that may come from the prefix cache: at least one must be computed to
+        sample from, and so must all whose prompt log-probabilities are still wanted."""
+        if self.params.prompt_logprobs is None:
+            return self.num_tokens - 1
+        known, wanted = len(self.prompt_logprobs), len(self.prompt_ids) - 1
+        return self.num_tokens - 1 if known == wanted else known
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +104,8 @@ class RequestOutput:
         token_times_s: when each token was handed out, `time.perf_counter()` seconds.
         cached_tokens: prompt tokens taken from the prefix cache at first admission.
         text: decoded output; None when the prompt was given as ids.
+        logprobs: of each output token; None: not asked for.
+        prompt_logprobs: of each prompt token, None for the first; None: not asked for.
     """
 
     request_id: str
@@ -90,12 +122,15 @@ class RequestOutput:
     token_times_s: tuple[float, ...]
     preemptions: int
     cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @classmethod
     def from_request(cls, request: Request, text: str | None = None) -> RequestOutput:
         assert request.finish_reason is not None
         times, arrival = request.token_times_s, request.arrival_s
-        started = request.first_scheduled_s
+        started, params = request.first_scheduled_s, request.params
+        of_prompt = (None, *request.prompt_logprobs)[: len(request.prompt_ids)]
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_ids,
@@ -111,4 +146,6 @@ class RequestOutput:
             token_times_s=tuple(times),
             preemptions=request.preemptions,
             cached_tokens=request.cached_tokens,
+            logprobs=None if params.logprobs is None else tuple(request.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None else of_prompt,
         )

@@ -11,38 +11,7 @@ from scipy import stats
 from engine import sampler
 from engine.philox import philox4x32
 from engine.sampler import Sampler
-
-MASK = 0xFFFFFFFF
-
-
-def philox_reference(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 in plain integers, written from the paper (section 3.3, figure 4)."""
-    left0, right0, left1, right1 = counter[1], counter[0], counter[3], counter[2]
-    key0, key1 = key
-    for _ in range(10):
-        high0, low0 = divmod(right0 * 0xD2511F53, 1 << 32)
-        high1, low1 = divmod(right1 * 0xCD9E8D57, 1 << 32)
-        right0, left0, right1, left1 = high1 ^ left0 ^ key0, low1, high0 ^ left1 ^ key1, low0
-        key0, key1 = (key0 + 0x9E3779B9) & MASK, (key1 + 0xBB67AE85) & MASK
-    return right0, left0, right1, left1
-
-
-def race_reference(
-    logits: np.ndarray, temperature: float, seed: int, position: int
-) -> tuple[int, float]:
-    """One row in float64: the id, and how far the second one is behind."""
-    if temperature == 0:
-        return int(np.argmax(logits)), np.inf
-    noise = np.empty(len(logits))
-    for token in range(len(logits)):
-        if token % 4 == 0:
-            counter = (token // 4, position & MASK, position >> 32, 0)
-            words = philox_reference(counter, (seed & MASK, seed >> 32))
-        u = (words[token % 4] + 0.5) / 2**32
-        noise[token] = -np.log(-np.log1p(-u))
-    scores = (logits - logits.max()) / temperature + noise
-    best = int(np.argmax(scores))
-    return best, float(scores[best] - np.delete(scores, best).max(initial=-np.inf))
+from tests.support.sampling import MASK, philox_reference, race_reference
 
 
 def draw(
