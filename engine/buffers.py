@@ -215,14 +215,18 @@ class BatchBuffers:
             host_meta=torch.tensor(meta, dtype=torch.int32),
             logits_indices=tensors["logits_indices"][:samples],
         )
-        rows = SamplingRows(
+        return batch, self.rows(samples, all_greedy)
+
+    def rows(self, samples: int, all_greedy: bool) -> SamplingRows:
+        """The device tensors of the first `samples` sequences that sample."""
+        tensors = self._mirror.tensors
+        return SamplingRows(
             slots=tensors["sample_slots"][:samples],
             temperatures=tensors["temperatures"][:samples],
             seeds=tensors["seeds"][:samples],
             positions=tensors["sample_positions"][:samples],
             all_greedy=all_greedy,
         )
-        return batch, rows
 
     def fetch_known(self, input_ids: torch.Tensor, count: int) -> None:
         """Puts the last sampled tokens of `count` sequences into their rows of input_ids."""

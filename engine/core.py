@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
 from engine.blocks import BlockPool
 from engine.errors import RequestError
+from engine.launched import Launched
 from engine.request import FinishReason, Request
 from engine.runner import Runner
+from engine.sampling_plan import SamplingPlan
 from engine.scheduler import Schedule, Scheduler
 from engine.step import StepPlan
 
@@ -39,6 +39,7 @@ class EngineCore:
             eos_token_ids=runner.shape.eos_token_ids,
         )
         self._vocab_size = runner.shape.vocab_size
+        self._eos = runner.shape.eos_token_ids
         self._next_step = 0
         self._ended: list[Request] = []  # outside a step: refused or aborted
         self._preemptions = 0
@@ -53,6 +54,7 @@ class EngineCore:
         with an error; nothing else is touched."""
         try:
             self._check_ids(request)
+            request.params.check_model(self._vocab_size, self._eos)
             self._scheduler.add(request)
         except RequestError as error:
             request.finish_reason, request.error = FinishReason.ERROR, str(error)
@@ -73,7 +75,7 @@ class EngineCore:
         if plan is None:
             return finished
         try:
-            finished += self.collect(schedule, self.launch(plan))
+            finished += self.collect(schedule, self.launch(schedule, plan))
         except BaseException:
             self._abandon(schedule)
             raise
@@ -96,15 +98,20 @@ class EngineCore:
         self._next_step += 1
         return schedule, plan
 
-    def launch(self, plan: StepPlan) -> torch.Tensor | None:
-        """Sends the plan to every rank and enqueues it here."""
+    def launch(self, schedule: Schedule, plan: StepPlan) -> Launched:
+        """Sends the plan to every rank and enqueues it here, where sampling knows more."""
         self._tell_ranks(plan)
-        return self._runner.launch(plan)
+        sampling = None
+        if not plan.says_all:
+            sampling = SamplingPlan.from_schedule(schedule.seqs, self._vocab_size, self._eos)
+        return self._runner.launch(plan, sampling)
 
-    def collect(self, schedule: Schedule, ids: torch.Tensor | None) -> list[Request]:
+    def collect(self, schedule: Schedule, launched: Launched) -> list[Request]:
         """Reads the ids back, appends them, and returns the requests that ended."""
-        sampled = self._runner.collect(ids)
-        return self._scheduler.update(schedule, sampled, time.perf_counter())
+        sampled = self._runner.collect(launched)
+        finished = self._scheduler.update(schedule, sampled, time.perf_counter())
+        launched.keep_logprobs()
+        return finished
 
     def _abandon(self, schedule: Schedule) -> None:
         """An interrupted step (Ctrl-C, an observer that raises): its requests end as aborted, and

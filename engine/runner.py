@@ -18,13 +18,15 @@ from engine import execution
 from engine.batch import ForwardBatch
 from engine.buffers import BatchBuffers, SamplingRows
 from engine.comm.base import Communicator
-from engine.comm.types import Phase, Site, StepInfo
+from engine.comm.types import Phase, StepInfo
 from engine.config import ResolvedConfig
 from engine.graphs import Capture, DecodeGraphs
 from engine.kernels import triton_builds
 from engine.kv_cache import KVCache
+from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
-from engine.sampler import Sampler
+from engine.sampling_plan import SamplingPlan
+from engine.sampling_stage import SamplingStage
 from engine.shape import ModelShape
 from engine.sizing import pages_that_fit
 from engine.step import StepPlan
@@ -78,10 +80,14 @@ class Runner:
         self.kv_cache = self._cache(self.config, num_pages)
         loaded = time.perf_counter()
         self._buffers = self._new_buffers(self.config, num_pages)
-        self._sampler = Sampler()
+        self._sampling = SamplingStage(
+            comm,
+            self._buffers.last_tokens,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=shape.vocab_size,
+        )
         self._steps = StepLog()
         self._execution = execution.build(self.model, self.kv_cache, config.compile)
-        self._ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         first_runs = self._warmup()
         warmed = time.perf_counter()
         self._graphs = None if config.enforce_eager else self._capture()
@@ -98,9 +104,9 @@ class Runner:
     # -- a step -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> torch.Tensor | None:
+    def launch(self, plan: StepPlan, sampling: SamplingPlan | None = None) -> Launched:
         """Enqueues one step: forward, and where sequences sample, logits to rank 0, sampling there,
-        and the ids to every rank. Returns the ids [N] on the device, None if nothing samples."""
+        and the ids to every rank. `sampling` is rank 0's alone."""
         begin = time.perf_counter_ns()
         graphs = self._graphs if plan.phase is Phase.DECODE else None
         bucket = plan.num_tokens if graphs is None else graphs.bucket_of(plan.num_seqs)
@@ -115,37 +121,52 @@ class Runner:
         )
         self.comm.step_begin(info)
         if graphs is None:
-            ids = self._forward(*self._buffers.fill(plan))
+            launched = self._run(plan, sampling)
         else:
-            self._buffers.load(plan, bucket)
-            graphs.replay(bucket)
-            ids = self._ids[: info.samples]
+            launched = self._replay(graphs, bucket, plan, sampling)
         self.comm.step_end(info)
         self._steps.append(info, begin, time.perf_counter_ns())
-        return ids
+        return launched
 
-    def _forward(self, batch: ForwardBatch, rows: SamplingRows) -> torch.Tensor | None:
+    def _run(self, plan: StepPlan, sampling: SamplingPlan | None) -> Launched:
+        batch, rows = self._buffers.fill(plan)
         hidden = self._execution.run(batch)
-        count = len(rows.slots)
-        if not count:
-            return None
+        prompt = self._sampling.prompt_logprobs(self.model.lm_head, hidden, plan, sampling)
+        if not len(rows.slots):
+            return Launched(None, sampling, prompt_logprobs=prompt)
         logits = self.model.compute_logits(hidden, batch)
-        ids = self._ids[:count]
-        if logits is not None:  # rank 0 alone has the whole vocabulary, and samples
-            ids.copy_(self._sample(logits, rows))
-        self.comm.broadcast(ids, Site.TOKEN_IDS)
-        self._buffers.last_tokens.index_copy_(0, rows.slots, ids)
-        return ids
+        ids, logprobs = self._sampling(logits, rows, None if plan.plain else sampling)
+        return Launched(ids, sampling, logprobs, prompt)
 
-    def _sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        if rows.all_greedy:
-            return logits.argmax(dim=-1)
-        return self._sampler(logits, rows.temperatures, rows.seeds, rows.positions)
+    def _replay(
+        self, graphs: DecodeGraphs, bucket: int, plan: StepPlan, sampling: SamplingPlan | None
+    ) -> Launched:
+        """A step that is all plain is one replay; else rank 0 samples between two."""
+        count, logprobs = plan.num_seqs, None
+        self._buffers.load(plan, bucket)
 
-    def collect(self, ids: torch.Tensor | None) -> list[int]:
+        def between() -> None:
+            nonlocal logprobs
+            if sampling is not None:
+                rows = self._buffers.rows(count, not plan.temperatures.any())
+                logprobs = self._sampling.sample(self._sampling.kept(count), rows, sampling)
+
+        graphs.replay(bucket, None if plan.plain else between)
+        return Launched(self._sampling.ids(count), sampling, logprobs)
+
+    def _forward(self, batch: ForwardBatch, rows: SamplingRows) -> torch.Tensor:
+        """A step that is all plain, on inputs that are laid out -> ids [N]."""
+        logits = self.model.compute_logits(self._execution.run(batch), batch)
+        return self._sampling(logits, rows, None)[0]
+
+    def _forward_to_logits(self, batch: ForwardBatch, rows: SamplingRows) -> None:
+        """The front of a step that is not."""
+        self._sampling.keep(self.model.compute_logits(self._execution.run(batch), batch))
+
+    def collect(self, launched: Launched) -> list[int]:
         """Waits for the step and returns its sampled ids in the order of the plan's rows."""
-        if ids is not None:
-            return ids.tolist()
+        if launched.ids is not None:
+            return launched.ids.tolist()
         if self.device.type == "cuda":
             # Nothing to read, but pinned inputs may not be written again before they are copied.
             torch.cuda.current_stream().synchronize()
@@ -167,7 +188,7 @@ class Runner:
             name: count - self._counted_before[name]
             for name, count in execution.compile_counters().items()
         }
-        captures = len(self._graphs.captures) if self._graphs is not None else 0
+        captures = 0 if self._graphs is None else self._graphs.num_captures
         return {**compiled, "captures": captures, "triton_builds": triton_builds()}
 
     def memory(self) -> dict[str, int | None]:
@@ -186,7 +207,7 @@ class Runner:
         }
 
     def captures(self) -> list[Capture]:
-        """What capturing each bucket cost, in the order of capture."""
+        """What capturing each bucket at start-up cost, in the order of capture."""
         return [] if self._graphs is None else list(self._graphs.captures)
 
     def synchronize(self) -> None:
@@ -206,6 +227,7 @@ class Runner:
                 self._graphs.close()
             self._execution.close()
             del self.model, self.kv_cache, self._execution, self._buffers, self._graphs
+            del self._sampling
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -239,6 +261,8 @@ class Runner:
     def _capture(self) -> DecodeGraphs:
         return DecodeGraphs(
             self._forward,
+            self._forward_to_logits,
+            self._sampling.hand_out,
             self._buffers,
             self.comm,
             max_num_seqs=self.config.max_num_seqs,

@@ -240,8 +240,7 @@ class Scheduler:
         request = self._waiting[0]
         if self._unfit == (request, self._releases):
             return False
-        # At least one token must be computed to sample from, so a prompt is never a hit in full.
-        limit = (request.num_tokens - 1) // self._pool.page_size
+        limit = request.num_cacheable // self._pool.page_size
         hits = self._pool.match(request.prompt_ids + request.output_ids, limit)
         fresh = self._pool.pages_for(request.num_tokens) - len(hits)
         page_ids = self._pool.allocate(fresh, hits)

@@ -10,8 +10,10 @@ from engine.errors import ConfigError
 from engine.graphs import bucket_sizes
 from engine.kv_cache import KVCache
 from engine.models.qwen import Qwen3ForCausalLM
+from engine.sampling_stage import PROMPT_ROWS
 from engine.shape import ModelShape
 from engine.step import StepPlan
+from engine.step_sampler import SLICE_ROWS
 
 _GRAPH_BYTES = 16 << 20  # what the driver keeps of one graph's nodes; 0.6B: 350 MB for 20 graphs
 
@@ -40,8 +42,9 @@ def pages_that_fit(
     del hidden, batch, kv_cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    reserved = int(total * (1 - config.memory_utilization)) + _graph_reserve(config, shape)
     itemsize = getattr(torch, config.dtype).itemsize
+    reserved = int(total * (1 - config.memory_utilization))
+    reserved += _graph_reserve(config, shape) + _sampling_reserve(config, shape, itemsize)
     page = KVCache.bytes_per_page(shape, config.tp, config.page_size, itemsize)
     pages = (free - activations - reserved) // page - 1  # one of them is the dummy page
     if pages < 1:
@@ -55,9 +58,17 @@ def pages_that_fit(
 
 
 def _graph_reserve(config: ResolvedConfig, shape: ModelShape) -> int:
-    """Bytes kept free for CUDA graphs: their nodes, and the largest bucket's logits as they are
-    gathered and as they are sampled in float32."""
+    """Bytes kept free for CUDA graphs: the nodes of a whole one and of a pair for each bucket, and
+    the largest bucket's logits as they are gathered and as they are sampled in float32."""
     if config.enforce_eager:
         return 0
     logits = config.max_num_seqs * shape.vocab_size * 8
-    return len(bucket_sizes(config.max_num_seqs)) * _GRAPH_BYTES + logits
+    return 2 * len(bucket_sizes(config.max_num_seqs)) * _GRAPH_BYTES + logits
+
+
+def _sampling_reserve(config: ResolvedConfig, shape: ModelShape, itemsize: int) -> int:
+    """Bytes kept free for what rank 0 makes once requests ask for more than a temperature: of each
+    sequence the kept logits, their float32 copy and the penalties' state; 64 bytes a logit (sorted
+    values, ids, int64 sums) of a slice of rows; prompt rows' logits, gathered and put together."""
+    rows = config.max_num_seqs * (itemsize + 4 + 5) + SLICE_ROWS * 64 + PROMPT_ROWS * 2 * itemsize
+    return rows * shape.vocab_size

@@ -16,6 +16,7 @@ _DTYPES = {
     # By falling item size, so that every array in the message is aligned.
     "token_ids": np.int64,
     "seeds": np.int64,
+    "prompt_rows": np.int64,
     "slots": np.int32,
     "starts": np.int32,
     "query_lens": np.int32,
@@ -25,7 +26,7 @@ _DTYPES = {
     "temperatures": np.float32,
     "samples": np.bool_,
 }
-_HEADER = struct.Struct(f"<q{len(_DTYPES)}q")
+_HEADER = struct.Struct(f"<qq{len(_DTYPES)}q")
 
 
 @dataclass(slots=True)
@@ -40,12 +41,34 @@ class ScheduledSeq:
     query_len: int
     samples: bool
 
+    @property
+    def generated(self) -> int:
+        """Tokens of output before the one that is sampled after this step."""
+        return self.start + self.query_len - len(self.request.prompt_ids)
+
+    @property
+    def plain(self) -> bool:
+        """Whether temperature and seed say all of how the sequence samples in this step."""
+        return not self.samples or self.generated >= self.request.params.plain_from
+
+    @property
+    def prompt_positions(self) -> range:
+        """Query positions whose logits give prompt log-probabilities that are asked for and not
+        there yet: those of the prompt but its last, each of which says what the next token is."""
+        request = self.request
+        if request.params.prompt_logprobs is None:
+            return range(0)
+        first = max(self.start, len(request.prompt_logprobs))
+        return range(first, min(self.start + self.query_len, len(request.prompt_ids) - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, rows in the order of the forward (decoding sequences first). S sequences, T tokens.
 
     Attributes:
+        plain: every sequence that samples is plain in this step (ScheduledSeq.plain). If not, rank
+            0 knows more (SamplingPlan), and a decode step's graph is left between logits and ids.
         slots: [S] row of each sequence in the ranks' block tables and last-token buffer.
         starts: [S] first position computed; query_lens: [S] how many.
         samples: [S] whether the sequence samples after this step.
@@ -53,11 +76,15 @@ class StepPlan:
         page_starts, page_counts: [S] where in its block-table row new pages go, and how many;
             pages: those page ids, concatenated. Only what the ranks do not know yet is sent.
         temperatures: [S] float32, 0 is greedy; seeds: [S].
+        prompt_rows: [R] rows of the forward whose logits are wanted besides, for prompt
+            log-probabilities.
     """
 
     step: int
+    plain: bool
     token_ids: np.ndarray
     seeds: np.ndarray
+    prompt_rows: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     query_lens: np.ndarray
@@ -87,14 +114,26 @@ class StepPlan:
             return Phase.DECODE
         return Phase.MIXED if decodes else Phase.PREFILL
 
+    @property
+    def says_all(self) -> bool:
+        """Whether rank 0 need not know more of the step than the others: it has no SamplingPlan."""
+        return self.plain and not len(self.prompt_rows)
+
     @classmethod
     def from_schedule(cls, step: int, seqs: Sequence[ScheduledSeq]) -> StepPlan:
         """Builds the message and marks the pages in it as sent."""
         token_ids: list[int] = []
         pages: list[int] = []
         page_starts, page_counts = [], []
+        prompt_rows: list[int] = []
+        plain = True
         for seq in seqs:
-            request = seq.request
+            request, params = seq.request, seq.request.params
+            if params.plain_from and not seq.plain:  # most requests always are
+                plain = False
+            if params.prompt_logprobs is not None:
+                before = len(token_ids) - seq.start
+                prompt_rows.extend(before + position for position in seq.prompt_positions)
             if seq.samples and seq.query_len == 1 and request.token_on_device:
                 token_ids.append(-1)
             else:
@@ -115,8 +154,9 @@ class StepPlan:
             "pages": pages,
             "temperatures": [s.request.params.temperature for s in seqs],
             "seeds": [s.request.seed for s in seqs],
+            "prompt_rows": prompt_rows,
         }
-        return cls(step, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
+        return cls(step, plain, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
 
     @classmethod
     def dummy(cls, config: ResolvedConfig, tokens: int, page: int) -> StepPlan:
@@ -137,14 +177,15 @@ class StepPlan:
             "pages": [page] * sum(page_counts),
             "temperatures": [0.0] * len(lens),
             "seeds": [0] * len(lens),
+            "prompt_rows": [],
         }
-        return cls(-1, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
+        return cls(-1, True, **{k: np.array(v, dtype=_DTYPES[k]) for k, v in columns.items()})
 
     def to_bytes(self) -> bytes:
-        """Header of the step number and ten lengths, then the arrays' bytes: bounded by the token
-        budget and the cache's size, and free of pickle."""
+        """Header of the step number, `plain` and eleven lengths, then the arrays' bytes: bounded by
+        the token budget and the cache's size, and free of pickle."""
         arrays = [getattr(self, name) for name in _DTYPES]
-        header = _HEADER.pack(self.step, *(len(a) for a in arrays))
+        header = _HEADER.pack(self.step, self.plain, *(len(a) for a in arrays))
         return b"".join([header, *(a.tobytes() for a in arrays)])
 
     @classmethod
@@ -153,7 +194,7 @@ class StepPlan:
             raise ValueError(
                 f"step message of {len(message)} bytes: its header alone has {_HEADER.size}"
             )
-        step, *lengths = _HEADER.unpack_from(message)
+        step, plain, *lengths = _HEADER.unpack_from(message)
         offset = _HEADER.size
         columns: dict[str, np.ndarray] = {}
         for (name, dtype), length in zip(_DTYPES.items(), lengths, strict=True):
@@ -161,7 +202,7 @@ class StepPlan:
             offset += columns[name].nbytes
         if offset != len(message):
             raise ValueError(f"step message of {len(message)} bytes: its header says {offset}")
-        return cls(step, **columns)
+        return cls(step, bool(plain), **columns)
 
 
-assert [f.name for f in fields(StepPlan)][1:] == list(_DTYPES)
+assert [f.name for f in fields(StepPlan)][2:] == list(_DTYPES)

@@ -12,6 +12,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.comm.types import Phase
 from engine.graphs import bucket_sizes
+from engine.launched import Launched
 from engine.runner import Runner
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
@@ -45,18 +46,16 @@ def test_replay_equals_eager_on_the_same_padded_batch(
     assert replayed.runner._graphs is not None and replayed.runner._graphs.mode.startswith("graph")
     replayed.close()
 
-    def padded_eager(runner: Runner, plan: Any) -> torch.Tensor:
+    def padded_eager(runner: Runner, plan: Any) -> Launched:
         runner._buffers.load(plan, 8)
         batch, rows = runner._buffers.views(8, 8, (8, 1, 1024, 8), all_greedy=False)
         runner._buffers.fetch_known(batch.input_ids, 8)
-        found = runner._forward(batch, rows)
-        assert found is not None
-        return found[: plan.num_seqs]
+        return Launched(runner._forward(batch, rows)[: plan.num_seqs])
 
     eager = Probe(half, enforce_eager=True, **options)
     launch = Runner.launch
 
-    def launch_padded(runner: Runner, plan: Any) -> torch.Tensor | None:
+    def launch_padded(runner: Runner, plan: Any) -> Launched:
         with torch.inference_mode():
             if plan.phase is Phase.DECODE:
                 return padded_eager(runner, plan)

@@ -88,6 +88,16 @@ def reference_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
     return _reference(path)(torch.tensor([token_ids])).logits[0]
 
 
+@torch.inference_mode()
+def reference_generate(path: Path, prompt: list[int], **options: Any) -> list[int]:
+    """What transformers' generate adds to the prompt, greedily, with its own processors."""
+    ids = torch.tensor([prompt])
+    found = _reference(path).generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options
+    )
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
 class Checkpoints:
     """Tiny checkpoints in a folder, each written once."""
 

@@ -80,6 +80,7 @@ class Probe:
         tokens = [-1 if decodes else token for _, _, ids in rows for token in ids]
         plan = StepPlan(
             self._steps,
+            plain=True,
             token_ids=np.array(tokens, np.int64),
             seeds=np.zeros(len(rows), np.int64),
             slots=np.array([slot for slot, _, _ in rows], np.int32),
@@ -90,6 +91,7 @@ class Probe:
             pages=np.array(pages, np.int32),
             temperatures=np.zeros(len(rows), np.float32),
             samples=np.ones(len(rows), np.bool_),
+            prompt_rows=np.zeros(0, np.int64),
         )
         self._steps += 1
         with self._patch:
