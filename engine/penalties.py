@@ -28,7 +28,7 @@ class PenaltyState:
         (slot, token id) of each token, both int64."""
         self._counts.index_fill_(0, slots, 0)
         self._in_prompt.index_fill_(0, slots, False)
-        self._in_prompt[prompt] = True
+        self._in_prompt.index_put_(prompt, torch.ones_like(prompt[1], dtype=torch.bool))
         self.count(*output)
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -163,7 +163,8 @@ class ModelShape:
 
     def expected_collectives(self, tp: int, samples: bool) -> tuple[tuple[Kind, Site], ...]:
         """The collectives of one forward on each rank, in order: 2L+1 all-reduces, and one gather
-        if the step samples; none at tp=1. Token ids sent after sampling are not part of it."""
+        if the step samples; none at tp=1. Token ids sent after sampling are not part of it, nor is
+        what SamplingParams.prompt_logprobs adds: a gather before it for each 256 prompt rows."""
         if tp == 1:
             return ()
         layer = ((Kind.ALL_REDUCE, Site.ATTN_O_PROJ), (Kind.ALL_REDUCE, Site.MLP_DOWN_PROJ))

@@ -1,4 +1,4 @@
-"""StepSampler: a step's raw logits to token ids on rank 0, by whatever its requests ask for."""
+"""StepSampler: raw logits to token ids on rank 0, by whatever their requests ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a model's shape says of a step's collectives, held against what was recorded."""
+"""What a model's shape says of a step's collectives, held against what was recorded.
+
+No workload asks for prompt log-probabilities, whose steps have more gathers than are expected here.
+"""
 
 from __future__ import annotations
 

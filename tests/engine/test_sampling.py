@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM, FinishReason, RequestOutput, SamplingParams
 from tests.support.checkpoints import Checkpoints, reference_generate
@@ -152,13 +154,14 @@ def test_a_request_that_the_model_cannot_serve_fails_alone(llm: LLM) -> None:
     assert tuple(served.token_ids) == greedy_reference(Path(llm.config.model), (1, 2, 3), 5)
 
 
-def test_compiled_code_gives_the_same(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    path = checkpoints(num_layers=2)
-    with small_engine(path) as eager:
-        wanted = tokens(eager.generate(PROMPTS, PARAMS))
-    with small_engine(path, compile="model", cache_dir=str(tmp_path)) as compiled:
-        assert tokens(compiled.generate(PROMPTS, PARAMS)) == wanted
-        assert compiled.counters()["graph_breaks"] == 0
+def test_compiled_code_gives_the_same(
+    checkpoints: Checkpoints, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced only: what inductor makes of a forward is tested elsewhere and takes a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with small_engine(checkpoints(), compile="model") as compiled:
+        assert compiled.effective["mode"] == "compiled-model"
+        assert tokens(compiled.generate(PROMPTS, PARAMS)) == expected
 
 
 def test_plain_requests_keep_no_state(checkpoints: Checkpoints) -> None:
