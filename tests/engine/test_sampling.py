@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, FinishReason, RequestOutput, SamplingParams
+from engine import LLM, FinishReason, RequestOutput, SamplingParams, step_sampler
 from tests.support.checkpoints import Checkpoints, reference_generate
-from tests.support.engines import small_engine
 from tests.support.greedy import greedy_reference
-from tests.support.sampling import mixed_params, mixed_prompts, tokens_reference
+from tests.support.sampling import mixed_params, mixed_prompts, small_engine, tokens_reference
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()
 
@@ -55,6 +54,13 @@ def test_each_request_alone_gives_the_same(llm: LLM, expected: list[list[int]]) 
 
 def test_the_order_of_the_batch_changes_nothing(llm: LLM, expected: list[list[int]]) -> None:
     assert tokens(llm.generate(PROMPTS[::-1], PARAMS[::-1])) == expected[::-1]
+
+
+def test_slices_of_rows_change_nothing(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_sampler, "SLICE_ROWS", 2)
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
 
 
 @pytest.mark.parametrize("options", [{"max_num_batched_tokens": 11, "max_num_seqs": 5},

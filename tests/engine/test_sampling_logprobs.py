@@ -19,8 +19,7 @@ from engine.runner import Runner
 from engine.sampling_plan import SamplingPlan
 from engine.step import ScheduledSeq
 from tests.support.checkpoints import Checkpoints, reference_logits
-from tests.support.engines import small_engine
-from tests.support.sampling import mixed_params, mixed_prompts
+from tests.support.sampling import mixed_params, mixed_prompts, small_engine
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()
 WANTED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
