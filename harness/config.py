@@ -100,6 +100,7 @@ class InstrumentConfig:
     nvtx: bool = False  # NVTX ranges for a profiler
     counts: bool = False  # collectives counted by kind and site, compared with the expected number
     profiler: bool = False  # a pass with torch.profiler over 12 decode steps (GPU, tp above 1)
+    nsys: bool = False  # a pass for nsys; `python -m harness profile` sets it
 
 
 @dataclass
@@ -204,6 +205,10 @@ def validate(cfg: dict[str, Any]) -> None:
         raise SettingsError(
             f"measure.max_repeats={cfg['measure']['max_repeats']}: must be at least "
             f"measure.min_repeats={cfg['measure']['min_repeats']}"
+        )
+    if {"profiler", "nsys"} <= set(cfg["instrument"]):
+        raise SettingsError(
+            "instrument.profiler=true: torch.profiler and nsys cannot both read CUPTI; leave it out"
         )
     seqs, batch = cfg["engine"]["max_num_seqs"], cfg["batch"]
     if seqs is not None and seqs < batch:

@@ -12,8 +12,8 @@ from harness.window import MeasurementError
 if TYPE_CHECKING:
     from engine.comm.types import ObserverFactory
 
-HOST, STEP, GRAPH, BACKLOG, SPAN, PROFILER = (
-    "host", "step", "graph_timed", "backlog", "span", "profiler"
+HOST, STEP, GRAPH, BACKLOG, SPAN, PROFILER, NSYS = (
+    "host", "step", "graph_timed", "backlog", "span", "profiler", "nsys"
 )  # fmt: skip
 LATENCY = (HOST, GRAPH, BACKLOG)
 """Passes whose pairs are latencies; a point has one of them."""
@@ -43,10 +43,11 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
         MeasurementError: a GPU's clock is asked for on a CPU.
     """
     wanted, notes = list(cfg["instrument"]), []
-    missing = observers.nvtx_missing() if "nvtx" in wanted else None
-    if missing:
-        wanted.remove("nvtx")
-        notes.append(f"instrument nvtx left out: {missing}")
+    missing = observers.nvtx_missing()
+    for name in ("nvtx", "nsys"):
+        if missing and name in wanted:
+            wanted.remove(name)
+            notes.append(f"instrument {name} left out: {missing}")
     on_gpu, timing = effective.get("device") == "cuda", cfg["timing"]
     if not on_gpu:
         if "collectives" in wanted and timing != "host":
@@ -54,17 +55,18 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
                 f"timing={timing}: the engine runs on a CPU, where only the host's clock can time "
                 "it; set timing=host"
             )
-        if "profiler" in wanted:
-            wanted.remove("profiler")
-            notes.append("instrument profiler left out: it reads a GPU's kernels")
+        for name in ("profiler", "nsys"):
+            if name in wanted:
+                wanted.remove(name)
+                notes.append(f"instrument {name} left out: it reads a GPU's kernels")
     elif "collectives" in wanted and timing == "host":
         wanted.remove("collectives")
         notes.append(
             "instrument collectives left out: on a GPU the host's clock times the launch, "
             "not the collective"
         )
-    profiler = "profiler" in wanted
-    wanted = [name for name in wanted if name != "profiler"]
+    profiler, nsys = "profiler" in wanted, "nsys" in wanted
+    wanted = [name for name in wanted if name not in ("profiler", "nsys")]
     passes = []
     if on_gpu and "collectives" in wanted:
         solo = effective["tp"] == 1
@@ -76,6 +78,10 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
         notes.append("instrument profiler left out: tp=1 has no collectives")
     elif profiler:
         passes.append(TimedPass(PROFILER, {"profiler": observers.ProfilerObserver}))
+    if nsys:
+        ranges = {"capture": observers.CaptureObserver, "nvtx": observers.NvtxObserver}
+        passes.append(TimedPass(NSYS, ranges))
+        notes.append("nsys was attached: times of the host hold what it costs")
     return passes, notes
 
 

@@ -10,8 +10,14 @@ from engine.comm.types import Kind
 from harness.attribution import Joined, join
 from harness.records import COLLECTIVE_DTYPE, ProfileRecord, RankRecord
 
-KERNELS = {"AllReduce": Kind.ALL_REDUCE, "SendRecv": Kind.GATHER, "Broadcast": Kind.BROADCAST}
-"""Part of an NCCL kernel's name -> collective. NCCL gathers by sends and receives."""
+KERNELS = {
+    "AllReduce": Kind.ALL_REDUCE,
+    "all_reduce": Kind.ALL_REDUCE,
+    "SendRecv": Kind.GATHER,
+    "Broadcast": Kind.BROADCAST,
+}
+"""Part of a kernel's name, of NCCL or of torch's symmetric memory -> collective. NCCL gathers by
+sends and receives."""
 
 
 class ProfileError(ValueError):
@@ -47,7 +53,7 @@ def _record(profile: ProfileRecord, pattern: Joined) -> RankRecord:
         rows["step"] = step["step"]
         steps.append(rows)
     rows = np.concatenate(steps)
-    kinds = [_kind(name) for name in profile.names]
+    kinds = [kind_of(name) for name in profile.names]
     if kinds != rows["kind"].tolist():
         raise ProfileError(
             f"rank {profile.rank}: {len(kinds)} communication kernels in {len(steps)} steps of "
@@ -70,5 +76,6 @@ def _record(profile: ProfileRecord, pattern: Joined) -> RankRecord:
     return record.of_steps(profile.steps["step"][1:])
 
 
-def _kind(name: str) -> int:
+def kind_of(name: str) -> int:
+    """The collective of a communication kernel; -1 where its name does not tell."""
     return next((int(kind) for part, kind in KERNELS.items() if part in name), -1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.nsys import columns as nsys
+
 SCHEMA_VERSION = 1
 
 STATUSES = ("ok", "predicted", "skipped", "contaminated", "error", "oom", "timeout")
@@ -123,7 +125,7 @@ value        float   unit null where the figure is missing, never 0
 unit         string! - of the value
 n            int!    - values that the figure rests on
 n_process    int!    - fresh engines that it rests on
-source       string! - what was read: host (clock of the host), stamps, events, cupti, count, model
+source       string! - what was read: host (its clock), stamps, events, cupti, nsys, count, model
 pass         string! - the pass that it rests on: plain, host, step, graph_timed, backlog, ...
 phase        string  - prefill, decode or mixed; null: all steps or not of steps
 kind         string  - of the collective
@@ -139,7 +141,7 @@ reason       string  - why the value is null
         + _REPEAT
         + """
 rank         int!    - rank
-pass         string! - plain, host, step, graph_timed, backlog, span or profiler
+pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
 step         int!    - counts over the life of the engine; equal on all ranks
 phase        string! - prefill, decode or mixed
 batch        int!    - sequences in the step
@@ -160,7 +162,7 @@ source       string! - whose clock device_us is: host, stamps or events
         + _REPEAT
         + """
 rank         int!    - rank
-pass         string! - host (CPU); graph_timed, backlog, span, profiler (GPU)
+pass         string! - host (CPU); graph_timed, backlog, span, profiler, nsys (GPU)
 step         int!    - key of the join over ranks, with ordinal
 ordinal      int!    - place in the step, from 0
 phase        string! - prefill, decode or mixed
@@ -177,14 +179,14 @@ latency_us   float   us on this rank, waiting included, less floor_us
 floor_us     float   us what the same method reads round nothing (GPU: the smallest kernel)
 below_floor  bool    - latency_us is below zero; kept, never clamped
 span_us      float   us the pair without a backlog, as read, launch gaps included; null on a CPU
-kernel_us    float   us time of the kernel alone; profiler pass only
+kernel_us    float   us time of the kernel alone; passes profiler and nsys only
 transfer_us  float   us minimum over ranks of latency_us (or kernel_us), or as transfer_source says
 wait_us      float   us latency_us (or kernel_us) - transfer_us: waiting for the last rank
 algbw_GBps   float   GB/s bytes / transfer_us; rooted kinds: bytes / latency_us at the root
 busbw_GBps   float   GB/s algbw x 2(n-1)/n all_reduce, (n-1)/n gather, 1 broadcast
 transfer_source string - ranks; calibrated: rooted kind, the root's in an aligned run
 transfer_reason string - why transfer_us is null: rooted, span or starved
-source       string! - host, stamps, events or cupti
+source       string! - host, stamps, events, cupti or nsys
 starved      bool    - in this step the host was not ahead of the GPU; backlog pass only
 """,
     ),
@@ -195,7 +197,7 @@ starved      bool    - in this step the host was not ahead of the GPU; backlog p
         + """
 request      int!    - place in the workload, from 0
 request_id   string! - the engine's name of it
-pass         string! - plain, host, step, graph_timed, backlog, span or profiler
+pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
 prompt_tokens int!   tokens in the prompt
 output_tokens int!   tokens generated
 asked_tokens int!    tokens that were asked for
@@ -241,7 +243,7 @@ reason       string  - why bytes is null
         _KEY
         + _REPEAT
         + """
-pass         string! - plain, host, step, graph_timed, backlog, span or profiler
+pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
 when         string! - before or after the pass
 device       string! - cpu or gpu0, gpu1, ...
 name         string! - load_1m, cpu_busy_s, cpu_own_s, clock_mhz, power_w, temperature_c, ...
@@ -251,6 +253,7 @@ reason       string  - why the value is null
 """,
     ),
 }
+_TABLES |= {name: (row, _KEY + _REPEAT + text) for name, (row, text) in nsys.TABLES.items()}
 
 
 def _parse(text: str) -> tuple[Column, ...]:

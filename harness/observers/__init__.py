@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from engine.comm.types import ObserverFactory
 from harness.observers.backlog import Backlog, BacklogObserver
+from harness.observers.capture import CaptureObserver
 from harness.observers.counts import CountObserver
 from harness.observers.events import EventObserver
 from harness.observers.host import HostTimerObserver
@@ -47,6 +48,7 @@ __all__ = [
     "NVTX_DOMAIN",
     "Backlog",
     "BacklogObserver",
+    "CaptureObserver",
     "CountObserver",
     "EventObserver",
     "HostTimerObserver",
