@@ -1,4 +1,4 @@
-"""`python -m harness [run|list|collect|doctor] ...`: the verbs, which import what is heavy."""
+"""`python -m harness [run|list|profile|collect|doctor] ...`: the verbs, importing what is heavy"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from harness.help import help_text
 
-VERBS = ("run", "list", "collect", "doctor")
+VERBS = ("run", "list", "profile", "collect", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor()
     if verb == "collect":
         return collect(arguments)
+    if verb == "profile" and "--read" in arguments:
+        return read_export(arguments)
     from harness.commands import list_points, run_points
     from harness.launcher import run
 
     try:
+        if verb == "profile":
+            return profile(arguments)
         return run(arguments, conf_folder(), list_points if verb == "list" else run_points)
     except KeyboardInterrupt:
         return 130
@@ -80,6 +84,30 @@ def collect(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """Runs one point under nsys."""
+    from functools import partial
+
+    from harness.launcher import run
+    from harness.nsys.verb import SWITCH, profile_point
+
+    words = [*arguments, SWITCH]
+    return run(words, conf_folder(), partial(profile_point, words=words))
+
+
+def read_export(arguments: Sequence[str]) -> int:
+    """Prints what an export of nsys says, on whatever machine."""
+    files = [argument for argument in arguments if argument != "--read"]
+    if len(files) != 1 or files[0].startswith("-"):
+        print("profile --read: name one export, as in python -m harness profile --read "
+              "report.sqlite", file=sys.stderr)  # fmt: skip
+        return 2
+    from harness.console import stdout
+    from harness.nsys.read_back import read_back
+
+    return read_back(Path(files[0]), stdout())
 
 
 def entry() -> NoReturn:

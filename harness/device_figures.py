@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from engine.comm.types import Kind, Site
 from harness.attribution import Joined
 from harness.collective_figures import groups, labels
 from harness.figure_rows import FigureRows
-from harness.records import PHASES
 from harness.window import DECODE
 
 _NO_BIAS = "not measured: it needs a calibration at zero delay"
-_NO_GAP = "needs the profiler pass, which does not compute it in this version"
+_NO_GAP = "python -m harness profile measures it"
 
 
 def span_figures(rows: FigureRows, joined: Joined, pass_name: str) -> None:
@@ -39,40 +39,50 @@ def launch_gap(rows: FigureRows, pass_name: str) -> None:
     rows.add("launch_gap_us", None, n=0, pass_name=pass_name, reason=_NO_GAP)
 
 
-def kernel_figures(rows: FigureRows, kernels: Joined, latency: Joined | None) -> None:
-    """CUPTI's times, and site by site how far the latencies of decode steps lie above them: the
-    difference of the two passes' medians, of each rank and of the minimum over ranks. Waiting is
-    not the same in two passes (behind a backlog there is none), so it is the minimum, which holds
-    none of it, that says whether the two methods agree."""
+def kernel_times(rows: FigureRows, kernels: Joined, pass_name: str) -> None:
+    """What CUPTI says of each site's kernels, waiting included."""
     for key, chosen in groups(kernels):
         times = kernels.latency_us[chosen]
         for ranks, values in (("min", times.min(axis=1)), ("max", times.max(axis=1))):
             rows.summarise(
-                "kernel_us", values, pass_name="profiler", source="cupti", ranks=ranks,
+                "kernel_us", values, pass_name=pass_name, source=kernels.source, ranks=ranks,
                 **labels(key),
             )  # fmt: skip
+
+
+def kernel_figures(rows: FigureRows, kernels: Joined, latency: Joined | None) -> None:
+    """CUPTI's times, and site by site how far the latencies of decode steps lie above them."""
+    kernel_times(rows, kernels, "profiler")
     if latency is None:
         return
     latency = latency.timed()
     decode = latency.only(latency.steps["phase"] == DECODE)
     pairs = {(int(r["kind"]), int(r["site"]), int(r["bytes"])) for r in kernels.rows}
     for kind, site, size in sorted(pairs):
-        a, b = _of(decode, kind, site, size), _of(kernels, kind, site, size)
-        where = {"phase": PHASES[DECODE], "kind": Kind(kind).label, "site": Site(site).label}
-        of_ranks = {str(rank): (a[:, rank], b[:, rank]) for rank in range(kernels.world)}
-        for ranks, (stamps, times) in (of_ranks | {"min": (a.min(axis=1), b.min(axis=1))}).items():
-            value = reason = None
-            if len(a):
-                value = float(np.median(stamps) - np.median(times))
-            else:
-                reason = "no such collective in the pass that gave the latencies"
-            rows.add(
-                "stamp_vs_cupti_us", value, n=min(len(a), len(b)), pass_name="profiler",
-                source="cupti", ranks=ranks, reason=reason, bytes=size, **where,
-            )  # fmt: skip
+        a, b = of_site(decode, kind, site, size), of_site(kernels, kind, site, size)
+        where = labels((DECODE, kind, site, size))
+        disagreement(rows, a, b, pass_name="profiler", source=kernels.source, **where)
 
 
-def _of(joined: Joined, kind: int, site: int, size: int) -> np.ndarray:
+def disagreement(rows: FigureRows, latency: np.ndarray, kernels: np.ndarray, **where: Any) -> None:
+    """How far latencies [M, R] of a site lie above its kernels' times [N, R]: the difference of the
+    two passes' medians, of each rank and of the minimum over ranks. Waiting is not the same in two
+    passes (behind a backlog there is none), so it is the minimum, which holds none of it, that says
+    whether the two methods agree."""
+    of_ranks = {str(rank): (latency[:, rank], kernels[:, rank]) for rank in range(kernels.shape[1])}
+    of_ranks["min"] = latency.min(axis=1, initial=np.inf), kernels.min(axis=1)
+    for ranks, (stamps, times) in of_ranks.items():
+        value = reason = None
+        if len(latency):
+            value = float(np.median(stamps) - np.median(times))
+        else:
+            reason = "no such collective in the pass that gave the latencies"
+        n = min(len(latency), len(kernels))
+        rows.add("stamp_vs_cupti_us", value, n=n, ranks=ranks, reason=reason, **where)
+
+
+def of_site(joined: Joined, kind: int, site: int, size: int) -> np.ndarray:
+    """[N, R] latency_us of the collectives of one kind, site and size."""
     rows = joined.rows
     same = (rows["kind"] == kind) & (rows["site"] == site) & (rows["bytes"] == size)
     return joined.latency_us[same]

@@ -46,7 +46,7 @@ comm_share        1    sum of latency_us / time of as many clean steps (GPU: of 
 transfer_share    1    sum of transfer_us / the same time
 wait_share        1    sum of wait_us / the same time
 span_us           us   one collective of an eager step without a backlog, launch gaps included
-kernel_us         us   one collective's kernel as CUPTI timed it, waiting included; profiler pass
+kernel_us         us   one collective's kernel as CUPTI timed it, waiting included
 stamp_vs_cupti_us us   median latency_us - median kernel_us of a site, by rank and of the minimum
 starved_steps     1    steps left out because the host was not ahead of the GPU
 transfer_bias_us  us   by how much the minimum over ranks of whole ticks is too small
@@ -55,7 +55,7 @@ tick_us           us   smallest step of the timer; no percentile below two ticks
 below_floor       1    collectives whose latency_us is below zero
 instrument_us     us   (instrumented - clean step) / collectives, medians; the rank that waits least
 instrument_share  1    (instrumented - clean step) / clean step, medians; the rank that waits least
-launch_gap_us     us   time of a step in which no kernel runs; needs the profiler pass
+launch_gap_us     us   time between a step's first and last kernel in which none runs; pass nsys
 weights_read_bytes B   weights that a decode step reads, of all ranks
 kv_bytes          B    K/V that a decode step reads and writes, mean over the steps, of all ranks
 step_bytes        B    bytes that a decode step must move, mean over the steps, of all ranks

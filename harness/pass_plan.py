@@ -79,8 +79,8 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
     elif profiler:
         passes.append(TimedPass(PROFILER, {"profiler": observers.ProfilerObserver}))
     if nsys:
-        ranges = {"capture": observers.CaptureObserver, "nvtx": observers.NvtxObserver}
-        passes.append(TimedPass(NSYS, ranges))
+        capture: dict[str, ObserverFactory] = {"capture": observers.CaptureObserver}
+        passes.append(TimedPass(NSYS, capture | {"nvtx": observers.NvtxObserver}))
         notes.append("nsys was attached: times of the host hold what it costs")
     return passes, notes
 

@@ -30,13 +30,14 @@ class Profile:
             begin of a step's first kernel to the end of its last one. Where an export was read
             without its run, bytes of replays are -1.
         views: by rank; their kernels have `ordinal` besides (-1: not a collective's).
-        left_out: [S] bool over the views' steps: not in `joined`.
+        numbers: [S] of the views' steps; left_out: [S] bool: not in `joined`.
         notes: what was left out, and why.
     """
 
     export: Export
     joined: Joined
     views: tuple[RankView, ...]
+    numbers: np.ndarray
     left_out: np.ndarray
     notes: tuple[str, ...]
 
@@ -79,7 +80,8 @@ def join(export: Export, known: Known | None = None) -> Profile:
         joined = join_ranks([rank.record(len(views), left_out) for rank in ranks])
     except AttributionError as error:
         raise JoinError(f"{export.path}: {error}") from error
-    return Profile(export, joined, tuple(views), left_out, tuple(notes))
+    numbers = ranks[0].steps["step"]
+    return Profile(export, joined, tuple(views), numbers, left_out, tuple(notes))
 
 
 class _Rank:
@@ -102,7 +104,7 @@ class _Rank:
         at = np.searchsorted(of_step[order], np.arange(len(self.steps) + 1))
         communication = view.kernels["communication"].to_numpy()
         ordinals = np.full(len(view.kernels), -1)
-        for index in np.flatnonzero(~cut):
+        for index in np.flatnonzero(~cut).tolist():
             kernels = order[at[index] : at[index + 1]]
             if len(kernels):
                 self.steps["begin_ns"][index] = begins[kernels].min()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_MAJOR = 3
-"""Version of the form that is read here: nsys 2022.4 to 2025.3 write 3.x."""
+SCHEMA_MAJOR, WRITERS = 3, "2025.3"
+"""Version of the form that is read here, and an nsys that writes it (3.20.3)."""
 _RANGES = (59, 60)  # push/pop, start/end
 _CATEGORY, _DOMAIN = 33, 75  # events that name one
 _PAYLOADS = ("int64Value", "uint64Value", "int32Value", "uint32Value", "doubleValue", "floatValue")
@@ -95,13 +95,14 @@ class _Tables:
         self.path, self.database = path, database
         found = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
         self.present = {name for (name,) in found}
-        meta = dict(self._rows(META))
-        self.product: str | None = meta.get("EXPORT_PRODUCT_VERSION")
-        self.schema = meta.get("EXPORT_SCHEMA_VERSION")
-        if self.schema is not None and not str(self.schema).startswith(f"{SCHEMA_MAJOR}."):
+        self.schema = "not given"
+        meta: dict[str, str] = dict(self._rows(META))
+        self.product = meta.get("EXPORT_PRODUCT_VERSION")
+        self.schema = meta.get("EXPORT_SCHEMA_VERSION", self.schema)
+        if "EXPORT_SCHEMA_VERSION" in meta and not self.schema.startswith(f"{SCHEMA_MAJOR}."):
             raise ExportError(
                 f"{path}: schema version {self.schema} (nsys {self.product}); this reader knows "
-                f"{SCHEMA_MAJOR}.x, which nsys 2022.4 to 2025.3 write"
+                f"{SCHEMA_MAJOR}.x, which nsys {WRITERS} writes"
             )
         self.strings: dict[int, str] = dict(self._rows(STRINGS))
 
@@ -124,8 +125,8 @@ class _Tables:
             name = column.rstrip("?")
             if name not in there and not column.endswith("?"):
                 raise ExportError(
-                    f"{self.path}: {table} has no column {name}; schema version "
-                    f"{getattr(self, 'schema', None) or 'not given'} is not known here"
+                    f"{self.path}: {table} has no column {name}; this reader does not know its "
+                    f"form (schema version {self.schema}; nsys {WRITERS} writes one that it knows)"
                 )
             wanted.append(f'"{name}"' if name in there else "NULL")
         return self.database.execute(f"SELECT {', '.join(wanted)} FROM {table} {order}")

@@ -1,0 +1,199 @@
+"""What a profile says, as printed tables; nothing in them is taken over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.comm.types import Kind, Site
+from harness.console import print_line, print_table
+from harness.nsys.join import Profile
+from harness.nsys.place import REPLAY
+from harness.nsys.results import idle_us, ranges
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.figure_rows import FigureRows
+
+TOP = 12  # kernels by name that are printed, those with the most time
+Section = tuple[str, list[str], list[list[str]]]
+"""(what is said above it, headings, rows of text)"""
+
+
+def print_profile(console: Console, profile: Profile, figures: FigureRows | None = None) -> None:
+    """The tables of a profile; with the figures of its run, the stamps beside the kernels."""
+    for line in head(profile):
+        print_line(console, line)
+    made = [collectives, steps, kernels, nvtx]
+    sections = [make(profile) for make in made]
+    if figures is not None:
+        sections.insert(1, stamps(figures))
+    for said, headings, rows in sections:
+        if rows:
+            print_line(console, f"\n{said}")
+            print_table(console, headings, rows, wrapped="", right=_figures(headings))
+
+
+def head(profile: Profile) -> list[str]:
+    """The file, its ranks, what it lacks and what was left out."""
+    export, views = profile.export, profile.views
+    ranks = ", ".join(f"{v.rank} (pid {v.pid}, device {v.device})" for v in views)
+    graphs = int(export.kernels["graph_node"].notna().sum())
+    lines = [
+        f"{export.path}: nsys {export.product or 'of a version that is not given'}; ranks {ranks}",
+        f"{len(profile.joined.steps)} steps, {len(profile.joined.rows)} collectives a rank; "
+        f"{len(export.kernels)} kernels, {graphs} of them in CUDA graphs; "
+        f"{len(export.ranges)} NVTX ranges",
+    ]
+    if export.missing:
+        lines.append(f"tables that the export lacks: {', '.join(export.missing)}")
+    return [*lines, *profile.notes]
+
+
+def collectives(profile: Profile) -> Section:
+    """Kernel times by site, with all sites of a size together, split into transfer and waiting."""
+    joined, rows = profile.joined, profile.joined.rows
+    replayed = joined.replayed[joined.step_index]
+    batch = joined.steps["batch"][joined.step_index]
+    alike: dict[tuple[bool, int, int, int], dict[int, list[int]]] = {}
+    for place, row in enumerate(rows):
+        size = int(row["bytes"])  # replays of one batch have one size, also where it is not known
+        key = bool(replayed[place]), int(row["kind"]), size, int(batch[place]) if size < 0 else 0
+        alike.setdefault(key, {}).setdefault(int(row["site"]), []).append(place)
+    groups = []
+    for (replay, kind, size, sequences), of_site in sorted(alike.items()):
+        how = REPLAY if replay else "launched"
+        known = f"{size:,}" if size >= 0 else f"(batch {sequences})" if sequences else "-"
+        groups += [(how, kind, Site(site).label, known, of_site[site]) for site in sorted(of_site)]
+        if len(of_site) > 1:
+            together = [place for places in of_site.values() for place in places]
+            groups.append((how, kind, "these sites", known, together))
+    table = []
+    for how, kind, site, known, places in groups:
+        kernel, wait = joined.latency_us[places], joined.wait_us[places]
+        transfer = joined.transfer_us[places]
+        rooted = bool(np.isnan(transfer).all())
+        table.append(
+            [how, Kind(kind).label, site, known, str(len(places)),
+             _by_rank(np.median(kernel, axis=0)),
+             "-" if rooted else _us(np.median(transfer)),
+             "-" if rooted else _by_rank(np.median(wait, axis=0)),
+             "-" if rooted else _by_rank(wait.max(axis=0))]
+        )  # fmt: skip
+    said = (
+        "collectives: medians over iterations; transfer is the shortest kernel among the ranks of "
+        "each, wait what a rank's kernel takes above it"
+    )
+    headings = ["", "kind", "site", "bytes", "n", "kernel us\nby rank", "transfer\nus",
+                "wait us\nby rank", "longest wait\nby rank"]  # fmt: skip
+    return said, headings, table
+
+
+def stamps(figures: FigureRows) -> Section:
+    """How far the same run's stamps lie above the kernels, site by site."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in figures.rows:
+        if row["name"] == "stamp_vs_cupti_us":
+            key = row["kind"], row["site"], row["bytes"]
+            found.setdefault(key, {})[row["ranks"]] = row["value"]
+    table = []
+    for (kind, site, size), by in found.items():
+        ranks = [value for ranks, value in by.items() if ranks != "min"]
+        table.append([kind, site, f"{size:,}", _us(by["min"]), _by_rank(ranks)])
+    said = (
+        "stamps less kernels, decode steps: difference of the two passes' medians; the minimum "
+        "over ranks holds no waiting, which differs from pass to pass"
+    )
+    return said, ["kind", "site", "bytes", "of the minimum\nus", "by rank\nus"], table
+
+
+def steps(profile: Profile) -> Section:
+    """Steps by what they ran: kernels, device time, idle time between kernels, communication."""
+    kept = ~profile.left_out
+    whats = profile.views[0].steps["what"].to_numpy()[kept]
+    idle = np.stack([idle_us(view) for view in profile.views], axis=1)[kept]
+    count, comm = (
+        np.stack(list(each), axis=1)[kept] for each in (_counts(profile), _comm(profile))
+    )
+    table = []
+    for what in dict.fromkeys(whats):
+        own = whats == what
+        medians = [
+            _by_rank(np.median(values[own], axis=0), digits)
+            for values, digits in ((count, 0), (profile.joined.step_us, 1), (idle, 1), (comm, 1))
+        ]
+        table.append([f"step/{what}", str(int(own.sum())), *medians])
+    headings = ["range", "n", "kernels\nby rank", "device us\nby rank", "no kernel us\nby rank",
+                "communication us\nby rank"]  # fmt: skip
+    said = "steps: medians; device time is first kernel's begin to last kernel's end"
+    return said, headings, table
+
+
+def _counts(profile: Profile) -> Iterator[np.ndarray]:
+    for view in profile.views:
+        inside = view.kernels["step"][view.kernels["step"] >= 0]
+        yield np.bincount(inside, minlength=len(view.steps))
+
+
+def _comm(profile: Profile) -> Iterator[np.ndarray]:
+    for view in profile.views:
+        own = view.kernels[view.kernels["communication"] & (view.kernels["step"] >= 0)]
+        times = (own["end_ns"] - own["start_ns"]).to_numpy(np.float64) / 1e3
+        yield np.bincount(own["step"], weights=times, minlength=len(view.steps))
+
+
+def kernels(profile: Profile) -> Section:
+    """Kernels by name: calls and time per step, launched and replayed steps apart."""
+    sums: dict[tuple[str, str], np.ndarray] = {}
+    world, totals = len(profile.views), {"launched": 0, REPLAY: 0}
+    for view in profile.views:
+        replayed = (view.steps["what"] == REPLAY).to_numpy()
+        totals = {"launched": int((~replayed).sum()), REPLAY: int(replayed.sum())}
+        inside = view.kernels[view.kernels["step"] >= 0]
+        how = np.where(replayed[inside["step"]], REPLAY, "launched")
+        us = (inside["end_ns"] - inside["start_ns"]).to_numpy(np.float64) / 1e3
+        for name, mode, time in zip(inside["name"].astype(str), how, us, strict=True):
+            total = sums.setdefault((mode, name), np.zeros((2, world)))
+            total[0, view.rank] += 1
+            total[1, view.rank] += time
+    largest = sorted(sums.items(), key=lambda item: -item[1][1].max())[:TOP]
+    table = [
+        [how, name[:60], *(_by_rank(total / totals[how]) for total in totals_of)]
+        for (how, name), totals_of in sorted(largest, key=lambda item: item[0][0])
+    ]
+    said = f"kernels by name, means over steps; the {TOP} with the most time"
+    return said, ["", "kernel", "calls a step\nby rank", "us a step\nby rank"], table
+
+
+def nvtx(profile: Profile) -> Section:
+    """NVTX ranges by text, of each rank; host time."""
+    frame = ranges(profile)
+    frame = frame[frame["rank"].notna()]
+    table = []
+    for (domain, message), group in frame.groupby(["domain", "message"], dropna=False, sort=True):
+        of_rank = group.groupby("rank")["host_us"]
+        counts = of_rank.size().reindex(range(len(profile.views)), fill_value=0)
+        times = of_rank.median().reindex(range(len(profile.views))).to_numpy(float, na_value=np.nan)
+        table.append([str(domain), str(message)[:60], _by_rank(counts, 0), _by_rank(times)])
+    return (
+        "NVTX ranges, host time: medians",
+        ["domain", "range", "n\nby rank", "us\nby rank"],
+        table,
+    )
+
+
+def _figures(headings: Sequence[str]) -> list[str]:
+    """The columns that hold figures."""
+    return [heading for heading in headings if "\n" in heading or heading in ("n", "bytes")]
+
+
+def _us(value: Any, digits: int = 1) -> str:
+    missing = value is None or value != value
+    return "-" if missing else f"{value:,.{digits}f}"
+
+
+def _by_rank(values: Sequence[Any] | np.ndarray, digits: int = 1) -> str:
+    return " / ".join(_us(value, digits) for value in values)

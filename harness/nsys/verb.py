@@ -1,0 +1,170 @@
+"""`python -m harness profile`: one point under nsys, its export read back beside the run"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.commands import interrupted_once, make_plan
+from harness.config import AXES, SettingsError, as_written
+from harness.console import stdout
+from harness.marker import read_marker
+from harness.nsys.command import Nsys, NsysError, deafness, find, report_of
+from harness.nsys.read_back import read_back
+from harness.plan import Plan, Point
+from harness.runs import create
+
+HARNESS = (sys.executable, "-m", "harness")
+SWITCH = "instrument.nsys=true"
+_USABLE = ("ok", "contaminated")
+
+
+def profile_point(
+    configs: Sequence[dict[str, Any]], words: Sequence[str], program: Sequence[str] = HARNESS
+) -> int:
+    """Runs the one point of the configurations under nsys, as an ordinary run with one more pass,
+    exports the report and reads it back. Everything is kept in the run's folder, the report and its
+    tables in points/<point>-nsys/.
+
+    Args:
+        words: the command line that gave the configurations, for the process that nsys starts.
+        program: what that process runs.
+    """
+    plan = make_plan(configs)
+    if plan is None:
+        return 1
+    try:
+        point = the_point(plan)
+        nsys = _nsys([*program, "run", *words])
+        check(point)
+        return _profile(nsys, plan, point, [*program, "run", *words])
+    except (SettingsError, NsysError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def the_point(plan: Plan) -> Point:
+    """The plan's only point.
+
+    Raises:
+        SettingsError: there are several; the text says what to set.
+    """
+    if len(plan.points) == 1:
+        return plan.points[0]
+    values = _several([point.axes for point in plan.points], AXES)
+    if not values:
+        flat = [_flat(point.cfg) for point in plan.points]
+        values = _several(flat, list(flat[0]))
+    raise SettingsError(
+        f"profile takes one point, and this gives {len(plan.points)}; they differ in "
+        + "; ".join(f"{name}={','.join(found)}" for name, found in values.items())
+        + ". Give one value of each, as in "
+        + " ".join(f"{name}={found[0]}" for name, found in values.items())
+    )
+
+
+def _several(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[str]]:
+    """The values of what is not the same in all rows."""
+    found = {name: list(dict.fromkeys(as_written(row[name]) for row in rows)) for name in names}
+    return {name: values for name, values in found.items() if len(values) > 1}
+
+
+def _flat(cfg: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in cfg.items():
+        inside = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return flat
+
+
+def check(point: Point) -> None:
+    """Raises SettingsError where this machine cannot profile the point, or it is not for one."""
+    cfg = point.cfg
+    if point.skip is not None:
+        raise SettingsError(f"the point cannot run here: {point.skip}")
+    if cfg["device"] != "cuda":
+        raise SettingsError(f"device={cfg['device']}: nsys times a GPU's kernels")
+    if cfg["measure"]["n_process"] > 1:
+        raise SettingsError(
+            f"measure.n_process={cfg['measure']['n_process']}: a profile is of one engine; give "
+            "measure.n_process=1"
+        )
+    if cfg["tp"] > 1 and "collectives" not in cfg["instrument"]:
+        raise SettingsError(
+            "instrument.collectives=false: a profile takes from the other passes what a CUDA graph "
+            "holds; give instrument.collectives=true"
+        )
+    if cfg["resume"] not in ("auto", "never"):
+        raise SettingsError(f"resume={cfg['resume']}: a profile is a run of its own; leave it out")
+
+
+def _nsys(target: Sequence[str]) -> Nsys:
+    """The nsys to use; an error shows the command that it would have been."""
+    from harness.hardware import versions
+
+    would = shlex.join(Nsys("nsys", "").profile(Path("report"), target))
+    nvtx = versions()["nvtx"]
+    if nvtx is None:
+        raise NsysError(
+            "the package nvtx is not installed, so there are no ranges: pip install nvtx"
+        )
+    try:
+        nsys = find()
+    except NsysError as error:
+        raise NsysError(f"{error}\nIt would have run:\n{would}") from error
+    deaf = deafness(nsys.version, nvtx)
+    if deaf is not None:
+        raise NsysError(f"{nsys.path}: {deaf}")
+    return nsys
+
+
+def _profile(nsys: Nsys, plan: Plan, point: Point, target: Sequence[str]) -> int:
+    run = create(Path(point.cfg["results_dir"]), plan)
+    run.close()  # the process that nsys starts takes it over
+    folder = run.path / "points" / f"{point.point_id}-nsys"
+    folder.mkdir()
+    command = nsys.profile(folder / "report", [*target, f"resume={_quoted(run.path)}"])
+    print(f"nsys {nsys.version}: {shlex.join(command)}", file=sys.stderr, flush=True)
+    _wait(command)
+    marker = read_marker(run.path / "points" / point.point_id)
+    if marker is None or marker.status not in _USABLE:
+        how = "did not end" if marker is None else f"ended as {marker.status}: {marker.reason}"
+        raise NsysError(f"the point {how}; what there is of it is in {run.path}")
+    report = report_of(folder / "report")
+    sqlite = folder / "report.sqlite"
+    done = subprocess.run(nsys.export(report, sqlite), capture_output=True, text=True)
+    if done.returncode or not sqlite.is_file():
+        said = (done.stderr + done.stdout).strip()[-500:]
+        raise NsysError(
+            f"nsys export failed with {done.returncode}: {said}; the report is {report}"
+        )
+    status = read_back(sqlite, stdout())
+    print(json.dumps({"run": str(run.path), "report": str(report), "sqlite": str(sqlite)}))
+    return status
+
+
+def _wait(command: Sequence[str]) -> None:
+    """Runs nsys to its end. An interrupt reaches it and the harness below it once, and both are
+    waited for; in a session of its own a terminal does not send it to them a second time."""
+    with interrupted_once():
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait()
+            raise
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of Hydra's, whatever is in it."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
