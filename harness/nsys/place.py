@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.comm.types import Kind, Site
+from harness.nsys.reader import RUNTIME
 from harness.observers.nvtx import NVTX_DOMAIN
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ def place(export: Export) -> list[RankView]:
         raise JoinError(
             f"{export.path}: no kernels{whole} (missing tables: {', '.join(export.missing)}). "
             "Profile with --trace=cuda,nvtx --cuda-graph-trace=node on a machine with a GPU"
+        )
+    if RUNTIME in export.missing:
+        raise JoinError(
+            f"{export.path}: {RUNTIME} is missing, so that nothing says who launched which kernel"
         )
     devices = _devices(export, steps["pid"].unique().tolist())
     ranks = sorted(devices, key=lambda pid: (devices[pid], pid))
