@@ -9,6 +9,7 @@ from rich.table import Table
 
 from harness.config import CHOICES, as_written
 from harness.machine import Machine, skip_reason
+from harness.nsys.command import NsysError, deafness, find
 
 OPTIONAL = {
     "triton": "timing=stamps and compile on a GPU: pip install triton",
@@ -45,7 +46,17 @@ def installed_table(found: dict[str, Any], machine: Machine) -> Table:
     table.add_row("C++ compiler", machine.cxx or "none", "" if machine.cxx else cxx)
     for name, version in found["versions"].items():
         table.add_row(name, version or "none", "" if version else OPTIONAL.get(name, ""))
+    table.add_row("nsys", *nsys_row(found["versions"].get("nvtx")))
     return table
+
+
+def nsys_row(nvtx: str | None) -> tuple[str, str]:
+    """(version of nsys, what it is for or why it is of no use)."""
+    try:
+        nsys = find()
+    except NsysError as error:
+        return "none", f"python -m harness profile: {str(error).splitlines()[0]}"
+    return nsys.version, (nvtx and deafness(nsys.version, nvtx)) or nsys.path
 
 
 def axes_table(machine: Machine) -> Table:

@@ -131,8 +131,8 @@ class Results:
         self._columns = columns
 
     def files(self, table: str) -> list[Path]:
-        """One file a finished point that has the table; folders still being written start with a
-        dot and are not seen."""
+        """One file a finished point that has the table, and one of its profile by nsys; folders
+        still being written start with a dot and are not seen."""
         found = sorted(self.run_dir.glob(f"points/*/{table}.parquet"))
         return [path for path in found if not path.parent.name.startswith(".")]
 
@@ -200,6 +200,14 @@ class Results:
     @cached_property
     def telemetry(self) -> pd.DataFrame:
         return self.table("telemetry")
+
+    @cached_property
+    def kernels(self) -> pd.DataFrame:
+        return self.table("kernels")
+
+    @cached_property
+    def ranges(self) -> pd.DataFrame:
+        return self.table("ranges")
 
 
 def load(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NANO_VLLM_VOCAB = 10_000
 NANO_VLLM_REQUESTS = 256
-PASSES = ("warmup", "plain", "host", "step", "graph_timed", "backlog", "span", "profiler")
+PASSES = ("warmup", "plain", "host", "step", "graph_timed", "backlog", "span", "profiler", "nsys")
 
 
 class WorkloadError(ValueError):

@@ -21,7 +21,7 @@ PLACES = (
 GET = """\
 nsys is the command line of NVIDIA Nsight Systems. Install nsight-systems-cli, 2025.3 or newer, from
 NVIDIA's package repository (https://developer.nvidia.com/nsight-systems). Nsight Compute has a copy
-in its folder host/target-linux-x64. Put nsys on the PATH, or name it: NSYS=/path/to/nsys"""
+in its folder host/target-linux-x64. Put nsys on the PATH, or name it: NSYS=/path/to/nsys."""
 _DEAF_BEFORE, _NEW_NVTX = (2024, 1), (0, 2, 12)
 
 # Each is there for a reason; `nsys profile --help` describes them.
@@ -86,7 +86,7 @@ def find(environ: Mapping[str, str] | None = None, places: Sequence[str] = PLACE
         return Nsys(on_path, version_of(on_path))
     found = [Nsys(path, version_of(path)) for path in _in_places(places)]
     if not found:
-        raise NsysError(f"no nsys found.\n{GET}")
+        raise NsysError(f"nsys is on no PATH and in no known place\n{GET}")
     return max(found, key=lambda nsys: nsys.numbers)
 
 

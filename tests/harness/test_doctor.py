@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from harness.config import CHOICES
-from harness.doctor import axes_table, axis_values, installed_table
+from harness.doctor import axes_table, axis_values, installed_table, nsys_row
 from harness.machine import Machine
 from tests.support.plans import CPU
 
@@ -85,3 +87,22 @@ def test_values_are_shown_as_they_are_written() -> None:
     assert ["enforce_eager", "true", "runs"] in rows
     refused = next(row for row in rows if row[:2] == ["enforce_eager", "false"])
     assert " ".join(refused[2:]) == "CUDA graphs need a CUDA device; none visible"
+
+
+def test_nsys_is_shown_with_what_it_cannot_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "nsys"
+    path.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version $VERSION\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("NSYS", str(path))
+    monkeypatch.setenv("VERSION", "2025.3.2.474-0v0")
+    assert nsys_row("0.2.17") == ("2025.3.2.474", str(path))
+    assert nsys_row(None) == ("2025.3.2.474", str(path))
+    monkeypatch.setenv("VERSION", "2022.4.2.1")
+    version, why = nsys_row("0.2.17")
+    assert version == "2022.4.2.1" and why.startswith("nsys 2022.4.2.1 records no range of nvtx")
+    monkeypatch.setenv("NSYS", "/gone/nsys")
+    assert nsys_row("0.2.17") == (
+        "none", "python -m harness profile: NSYS=/gone/nsys: no such program"
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from engine.comm.base import Communicator
 from engine.comm.types import Kind, ObserverContext, Phase, Site, StepInfo
 from harness import observers
-from harness.observers import CountObserver, HostTimerObserver, NvtxObserver
+from harness.observers import CaptureObserver, CountObserver, HostTimerObserver, NvtxObserver
+from harness.observers.capture import Cuda
 
 
 class Silent(Communicator):
@@ -216,3 +218,32 @@ def test_the_timer_is_attached_last_and_factories_survive_pickling() -> None:
 def test_importing_the_observers_needs_no_nvtx() -> None:
     code = "import sys, harness.observers; assert 'nvtx' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_captured_range_stands_round_all_steps_and_ranks_meet_at_its_ends() -> None:
+    log: list[str] = []
+    noted = {name: partial(log.append, name) for name in ("start", "stop", "synchronize")}
+    cuda = Cuda(**noted, sleep=lambda seconds: log.append(f"sleep {seconds}"))
+    align = partial(log.append, "align")
+    capture = CaptureObserver(
+        ObserverContext(0, 2, "cuda:0", align=align, rehearse=lambda *_: align), cuda
+    )
+    comm = Silent(during=lambda: log.append("collective"))
+    comm.attach([capture])
+    meet = ["align", "synchronize"]
+    begin = [*meet, "start", "sleep 0.5", *meet]
+    run_step(comm, 7)
+    assert log == begin + ["collective"] * 4
+    run_step(comm, 8)
+    assert log == begin + ["collective"] * 8
+    assert capture.result() == 2
+    assert log == begin + ["collective"] * 8 + [*meet, "sleep 0.5", "stop"]
+    assert not capture.captures, "replays must be those of the clean graph"
+    comm.close()
+
+
+def test_a_pass_without_steps_opens_no_range() -> None:
+    log: list[str] = []
+    note = partial(log.append, "called")
+    assert CaptureObserver(context(0), Cuda(note, note, note, lambda _: note())).result() == 0
+    assert log == []

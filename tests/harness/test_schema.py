@@ -22,6 +22,8 @@ DESIGNED = {
     "phases": {"phase", "seconds", "count"},
     "memory": {"rank", "name", "bytes"},
     "telemetry": {"name", "value", "unit"},
+    "kernels": {"rank", "step", "name", "graph_node", "kernel_us"},
+    "ranges": {"rank", "domain", "category", "message", "payload", "step", "host_us"},
 }  # fmt: skip
 
 
