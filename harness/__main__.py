@@ -1,4 +1,4 @@
-"""`python -m harness [run|list|profile|collect|doctor] ...`: the verbs, importing what is heavy"""
+"""`python -m harness [run|list|profile|collect|doctor] ...`: the verbs"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Measures tensor-parallel inference, collective by collective.
 
   python -m harness +experiment=NAME [SETTING=VALUE ...]        run a sweep, or continue it
   python -m harness list +experiment=NAME [SETTING=VALUE ...]   print its points in their order
-  python -m harness profile +experiment=NAME [SETTING=VALUE ...]    run one point under nsys
+  python -m harness profile +experiment=NAME [SETTING=VALUE]    run one point under nsys
   python -m harness profile --read EXPORT.sqlite                what an export of nsys says
   python -m harness collect RUN [--markdown | --csv]            print the tables of a run again
   python -m harness doctor                                      what is installed, what can run here

@@ -1,1 +1,1 @@
-"""Profiles by NVIDIA's Nsight Systems: how one is taken, its export read back into the tables"""
+"""Profiles by NVIDIA's Nsight Systems: taken, exported, read back into the tables"""

@@ -73,11 +73,15 @@ def place(export: Export) -> list[RankView]:
             f"{export.product}). nsys of 2022 and 2023 does not hear nvtx 0.2.12 and newer: take "
             "nsys 2025.3, or nvtx 0.2.11"
         )
-    if export.kernels.empty:
-        whole = f", {export.whole_graphs} graphs as a whole" if export.whole_graphs else ""
+    if export.whole_graphs and (message == f"{_STEP}{REPLAY}").any():
         raise JoinError(
-            f"{export.path}: no kernels{whole} (missing tables: {', '.join(export.missing)}). "
-            "Profile with --trace=cuda,nvtx --cuda-graph-trace=node on a machine with a GPU"
+            f"{export.path}: {export.whole_graphs} launches of CUDA graphs were recorded as a "
+            "whole, without their kernels; profile with --cuda-graph-trace=node"
+        )
+    if export.kernels.empty:
+        raise JoinError(
+            f"{export.path}: no kernels (missing tables: {', '.join(export.missing)}); profile "
+            "with --trace=cuda,nvtx on a machine with a GPU"
         )
     if RUNTIME in export.missing:
         raise JoinError(

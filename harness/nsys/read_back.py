@@ -1,4 +1,4 @@
-"""An export read and printed; where it lies in a run's folder, its tables are written there too"""
+"""An export read and printed; in a run's folder, its tables are written there too"""
 
 from __future__ import annotations
 
