@@ -1,4 +1,4 @@
-"""An nsys export in sqlite, as tables: NVTX ranges, kernels, and the calls that launched them.
+"""An nsys export in sqlite as tables: NVTX ranges, kernels, calls that launched them.
 
 Form and event numbers as `nsys export --type sqlite` writes them (User Guide, "SQLite Schema
 Reference"). It creates a table only if there are rows for it, so a missing one is no fault.

@@ -1,4 +1,4 @@
-"""The range that nsys captures: opened and closed by each rank, round the steps of one pass"""
+"""The range that nsys captures: opened and closed by each rank round one pass"""
 
 from __future__ import annotations
 
