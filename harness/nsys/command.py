@@ -128,23 +128,32 @@ def deafness(nsys_version: str, nvtx_version: str) -> str | None:
     )
 
 
-def report_of(report: Path) -> Path:
-    """The report that `nsys profile` left for `--output=report`.
+def report_of(report: Path, nsys: Nsys) -> Path:
+    """The report that `nsys profile` left for `--output=report`. A copy inside Nsight Compute may
+    leave the raw stream alone; an importer that stands beside it is then called here.
 
     Raises:
-        NsysError: none, or only the raw stream of a collector without its importer.
+        NsysError: there is none, and none can be made.
     """
     made = report.with_name(f"{report.name}.nsys-rep")
+    raw = report.with_name(f"{report.name}.qdstrm")
     if made.is_file():
         return made
-    raw = report.with_name(f"{report.name}.qdstrm")
-    if raw.is_file():
+    if not raw.is_file():
         raise NsysError(
-            f"nsys left {raw} and no report: this installation lacks the importer. Where Nsight "
-            f"Systems is whole: QdstrmImporter --input-file={raw}, nsys export --type=sqlite "
-            f"{made}, then python -m harness profile --read {made.with_suffix('.sqlite')}"
+            f"nsys left no report {made}: no rank called cudaProfilerStart, or nsys failed; what "
+            "it printed is above"
         )
+    host = Path(nsys.path).resolve().parent.parent
+    said = f"no QdstrmImporter stands in {host}/*/"
+    for importer in sorted(host.glob("*/QdstrmImporter")):
+        command = [str(importer), f"--input-file={raw}", f"--output-file={made}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if made.is_file():
+            return made
+        said = f"{importer}: {(done.stderr + done.stdout).strip()[-300:]}"
     raise NsysError(
-        f"nsys left no report {made}: no rank called cudaProfilerStart, or nsys failed; what it "
-        "printed is above"
+        f"nsys left {raw} and no report, and it cannot be imported here ({said}). Where Nsight "
+        "Systems is whole: QdstrmImporter --input-file=report.qdstrm, nsys export --type=sqlite "
+        "report.nsys-rep, then python -m harness profile --read report.sqlite"
     )

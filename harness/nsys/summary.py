@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from harness.figure_rows import FigureRows
 
-TOP = 12  # kernels by name that are printed, those with the most time
+TOP = 12  # kernels by name that are printed, those with the most time; and sizes of collectives
 Section = tuple[str, list[str], list[list[str]]]
 """(what is said above it, headings, rows of text)"""
 
@@ -64,7 +64,8 @@ def collectives(profile: Profile) -> Section:
         key = bool(replayed[place]), int(row["kind"]), size, int(batch[place]) if size < 0 else 0
         alike.setdefault(key, {}).setdefault(int(row["site"]), []).append(place)
     groups = []
-    for (replay, kind, size, sequences), of_site in sorted(alike.items()):
+    often = sorted(alike, key=lambda key: -sum(map(len, alike[key].values())))[:TOP]
+    for (replay, kind, size, sequences), of_site in sorted((key, alike[key]) for key in often):
         how = REPLAY if replay else "launched"
         known = f"{size:,}" if size >= 0 else f"(batch {sequences})" if sequences else "-"
         groups += [(how, kind, Site(site).label, known, of_site[site]) for site in sorted(of_site)]
@@ -87,6 +88,8 @@ def collectives(profile: Profile) -> Section:
         "collectives: medians over iterations; transfer is the shortest kernel among the ranks of "
         "each, wait what a rank's kernel takes above it"
     )
+    if len(alike) > TOP:
+        said += f"; the {TOP} most frequent of {len(alike)} sizes"
     headings = ["", "kind", "site", "bytes", "n", "kernel us\nby rank", "transfer\nus",
                 "wait us\nby rank", "longest wait\nby rank"]  # fmt: skip
     return said, headings, table

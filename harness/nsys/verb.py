@@ -138,7 +138,7 @@ def _profile(nsys: Nsys, plan: Plan, point: Point, target: Sequence[str]) -> int
     if marker is None or marker.status not in _USABLE:
         how = "did not end" if marker is None else f"ended as {marker.status}: {marker.reason}"
         raise NsysError(f"the point {how}; what there is of it is in {run.path}")
-    report = report_of(folder / "report")
+    report = report_of(folder / "report", nsys)
     sqlite = folder / "report.sqlite"
     done = subprocess.run(nsys.export(report, sqlite), capture_output=True, text=True)
     if done.returncode or not sqlite.is_file():

@@ -89,13 +89,22 @@ def test_the_command_lines() -> None:
 
 
 def test_a_report_that_was_not_made(tmp_path: Path) -> None:
+    nsys = Nsys(str(tmp_path / "host" / "target-linux-x64" / "nsys"), "2025.3.2")
+    report = tmp_path / "report"
     with pytest.raises(NsysError, match="no report .*report.nsys-rep: no rank called"):
-        report_of(tmp_path / "report")
-    (tmp_path / "report.qdstrm").touch()
-    with pytest.raises(NsysError, match="lacks the importer.*QdstrmImporter --input-file="):
-        report_of(tmp_path / "report")
-    (tmp_path / "report.nsys-rep").touch()
-    assert report_of(tmp_path / "report") == tmp_path / "report.nsys-rep"
+        report_of(report, nsys)
+    (tmp_path / "report.qdstrm").write_text("raw")
+    with pytest.raises(NsysError, match=r"no QdstrmImporter stands in .*host/\*/.*profile --read"):
+        report_of(report, nsys)
+    importer = tmp_path / "host" / "linux-desktop-x64" / "QdstrmImporter"
+    script(importer, "a library is missing")
+    with pytest.raises(NsysError, match="QdstrmImporter: a library is missing"):
+        report_of(report, nsys)
+    importer.write_text('#!/bin/sh\ncp "${1#--input-file=}" "${2#--output-file=}"\n')
+    assert report_of(report, nsys) == tmp_path / "report.nsys-rep"
+    assert (tmp_path / "report.nsys-rep").read_text() == "raw"
+    importer.unlink()
+    assert report_of(report, nsys) == tmp_path / "report.nsys-rep", "it is there now"
 
 
 def test_an_interrupt_reaches_the_command_once_and_is_waited_for(tmp_path: Path) -> None:
