@@ -75,7 +75,10 @@ def join(export: Export, known: Known | None = None) -> Profile:
         raise JoinError(f"{export.path}: no step is left: {'; '.join(notes)}")
     outside = sum(int((v.kernels["communication"] & (v.kernels["step"] < 0)).sum()) for v in views)
     if outside:
-        notes.append(f"{outside} communication kernels lie outside of all steps")
+        notes.append(
+            f"{outside} communication kernels lie outside of all steps (ranks meet by one each at "
+            "the ends of the captured range)"
+        )
     try:
         joined = join_ranks([rank.record(len(views), left_out) for rank in ranks])
     except AttributionError as error:

@@ -108,7 +108,8 @@ def test_kernels_and_ranges_by_step(tmp_path: Path) -> None:
     elsewhere = export.launch(999, 150, thread=5)  # in time within a step, on another thread
     export.kernel("copy", 999, 1, 170_000, 171_000, elsewhere)
     profile = made(tmp_path, export)
-    assert profile.notes == ("1 communication kernels lie outside of all steps",)
+    (note,) = profile.notes
+    assert note.startswith("1 communication kernels lie outside of all steps")
     found = kernels(profile)
     assert len(found) == 2 * 4 * 6 + 2
     assert found["step"].isna().sum() == 2
