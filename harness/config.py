@@ -89,6 +89,10 @@ class MeasureConfig:
     startup_timeout_s: float = 900.0  # seconds that an engine may take to start
     backlog_us: float = 20_000.0  # backlog pass: the GPU spins so long before each step, so that
     # the host runs ahead of it; doubled where it was too short
+    skew_rank: int = 1  # skew pass: whose all-reduces are delayed
+    skew_us: list[float] = field(  # skew pass: the delays; decode steps take turns through them
+        default_factory=lambda: [0.0, 50.0, 250.0, 1000.0]
+    )
     backlog_layers: int | None = None  # decoder layers behind one spin; null: 8 eager, 24 compiled
 
 
@@ -99,6 +103,7 @@ class InstrumentConfig:
     collectives: bool = False  # a row for every collective on every rank
     nvtx: bool = False  # NVTX ranges for a profiler
     counts: bool = False  # collectives counted by kind and site, compared with the expected number
+    skew: bool = False  # a pass in which one rank is delayed before each all-reduce (tp above 1)
     profiler: bool = False  # a pass with torch.profiler over 12 decode steps (GPU, tp above 1)
     nsys: bool = False  # a pass for nsys; `python -m harness profile` sets it
 

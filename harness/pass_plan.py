@@ -12,8 +12,8 @@ from harness.window import MeasurementError
 if TYPE_CHECKING:
     from engine.comm.types import ObserverFactory
 
-HOST, STEP, GRAPH, BACKLOG, SPAN, PROFILER, NSYS = (
-    "host", "step", "graph_timed", "backlog", "span", "profiler", "nsys"
+HOST, STEP, GRAPH, BACKLOG, SPAN, SKEW, PROFILER, NSYS = (
+    "host", "step", "graph_timed", "backlog", "span", "skew", "profiler", "nsys"
 )  # fmt: skip
 LATENCY = (HOST, GRAPH, BACKLOG)
 """Passes whose pairs are latencies; a point has one of them."""
@@ -65,8 +65,9 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
             "instrument collectives left out: on a GPU the host's clock times the launch, "
             "not the collective"
         )
-    profiler, nsys = "profiler" in wanted, "nsys" in wanted
-    wanted = [name for name in wanted if name not in ("profiler", "nsys")]
+    profiler, skewed, nsys = (name in wanted for name in ("profiler", "skew", "nsys"))
+    timed = "collectives" in wanted
+    wanted = [name for name in wanted if name not in ("profiler", "skew", "nsys")]
     passes = []
     if on_gpu and "collectives" in wanted:
         solo = effective["tp"] == 1
@@ -74,6 +75,10 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
         wanted = [name for name in wanted if solo and name != "collectives"]
     if wanted:
         passes.append(TimedPass(HOST, observers.factories(wanted)))
+    if skewed and (effective["tp"] == 1 or not timed):
+        notes.append("instrument skew left out: it needs tp above 1 and instrument collectives")
+    elif skewed:
+        passes.append(_skew(cfg, str(effective["mode"]), on_gpu))
     if profiler and effective["tp"] == 1:
         notes.append("instrument profiler left out: tp=1 has no collectives")
     elif profiler:
@@ -83,6 +88,19 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
         passes.append(TimedPass(NSYS, capture | {"nvtx": observers.NvtxObserver}))
         notes.append("nsys was attached: times of the host hold what it costs")
     return passes, notes
+
+
+def _skew(cfg: Mapping[str, Any], mode: str, on_gpu: bool) -> TimedPass:
+    """As the pass that gives the latencies, with one rank delayed."""
+    measure = cfg["measure"]
+    skew = observers.Skew(measure["skew_rank"], tuple(measure["skew_us"]))
+    timer = observers.factories(["collectives"], cfg["timing"])
+    if not on_gpu:
+        return TimedPass(SKEW, {"skew": skew, **timer})
+    if mode.startswith("graph"):
+        return TimedPass(SKEW, {"skew": skew, **timer}, spans="launched", warm=True)
+    held = observers.Backlog(measure["backlog_us"], measure["backlog_layers"])
+    return TimedPass(SKEW, {"backlog": held, "skew": skew, **timer}, warm=True)
 
 
 def _on_gpu(cfg: Mapping[str, Any], mode: str, solo: bool, wanted: list[str]) -> list[TimedPass]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import flags, hardware, pass_plan, tables
+from harness import flags, hardware, pass_plan, step_rows, tables
 from harness.failures import classify
 from harness.figure_rows import FigureRows
 from harness.passes import Passes, Progress
@@ -149,9 +149,13 @@ class _Rows:
                 for t in self.passes.timed
                 if t.joined is not None and t.name != pass_plan.BACKLOG
             }
+        skews = {
+            t.name: [rank["skew"] for rank in t.results if "skew" in rank]
+            for t in self.passes.timed
+        }
         return {
             "requests": tables.requests(self.key, self.passes.windows),
-            "steps": tables.steps(self.key, self.passes.windows, mode, timed),
+            "steps": step_rows.steps(self.key, self.passes.windows, mode, timed, skews),
             "telemetry": tables.telemetry(self.key, self.passes.windows),
         }
 

@@ -131,6 +131,23 @@ class BacklogRecord:
 
 
 @dataclass(slots=True)
+class SkewRecord:
+    """Delays that were put before the all-reduces of a rank.
+
+    Attributes:
+        delayed: whether this rank is the one.
+        steps: [S] numbers; asked_us: [S] of the delayed rank, the same on all ranks;
+            taken_us: [S] mean of this rank's own delays as they came out, NaN where it had none.
+    """
+
+    rank: int
+    delayed: bool
+    steps: np.ndarray
+    asked_us: np.ndarray
+    taken_us: np.ndarray
+
+
+@dataclass(slots=True)
 class ProfileRecord:
     """Communication kernels that CUPTI saw on one rank, in the order in which they began.
 

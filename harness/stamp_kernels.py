@@ -50,6 +50,18 @@ def _spin(ns_ptr):
 
 
 @triton.jit
+def _delay(ns_ptr):
+    """Runs for ns_ptr[0] nanoseconds; adds how long it did to ns_ptr[1], and 1 to ns_ptr[2]."""
+    begin = _now()
+    now = begin
+    end = begin + tl.load(ns_ptr)
+    while now < end:
+        now = _now()
+    tl.store(ns_ptr + 1, tl.load(ns_ptr + 1) + (now - begin))
+    tl.store(ns_ptr + 2, tl.load(ns_ptr + 2) + 1)
+
+
+@triton.jit
 def _nothing(out_ptr):
     """The smallest kernel that cannot be left out."""
     tl.store(out_ptr, 0)
@@ -81,6 +93,27 @@ class Spin:
     def set_ns(self, ns: int) -> None:
         """Enqueues the change: spins that are enqueued already keep their time."""
         self._ns[:1].fill_(ns)
+
+    def __call__(self) -> None:
+        self._launch(self._ns)
+
+
+class Delay:
+    """A kernel that keeps the GPU busy for a time that the host may change between launches, those
+    of a captured graph included, and keeps account of it."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._ns = torch.zeros(3, dtype=torch.int64, device=device)
+        self._launch = _launcher(_delay, self._ns)
+        self._ns.zero_()
+
+    def set_ns(self, ns: int) -> None:
+        """Enqueues the change: delays that are enqueued already keep their time."""
+        self._ns[:1].fill_(ns)
+
+    def taken(self) -> torch.Tensor:
+        """[2] int64, enqueued: nanoseconds and number of all delays before it."""
+        return self._ns[1:].clone()
 
     def __call__(self) -> None:
         self._launch(self._ns)

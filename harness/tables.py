@@ -93,56 +93,6 @@ def window_columns(window: Window) -> dict[str, Any]:
     }
 
 
-def steps(
-    key: Mapping[str, Any],
-    windows: Sequence[Window],
-    mode: str,
-    timed: Mapping[str, Joined] | None = None,
-) -> TableData:
-    """The step logs of all windows and ranks.
-
-    Args:
-        mode: of the engine; a step that was no replay ran as the rest of it says.
-        timed: on a GPU, passes whose steps have device times. There the log's own clock saw the
-            host enqueue, and is no time of a step. None: on a CPU the forward is synchronous, so
-            that the rank's clock gives its time.
-    """
-    parts: dict[str, list[np.ndarray]] = {}
-
-    def put(name: str, values: np.ndarray) -> None:
-        parts.setdefault(name, []).append(values)
-
-    launched = mode.removeprefix("graph").removeprefix("+") or "eager"
-    for window in windows:
-        joined = None if timed is None else timed.get(window.pass_name)
-        for rank, rows in enumerate(window.steps):
-            n = len(rows)
-            for name in ("step", "batch", "tokens", "bucket", "samples", "begin_ns"):
-                put(name, rows[name].astype(np.int64))
-            put("phase", np.array(PHASES, object)[rows["phase"]])
-            put("mode", np.where(rows["replayed"], mode, launched).astype(object))
-            own = (rows["end_ns"] - rows["begin_ns"]) / 1e3
-            put("device_us", own if timed is None else _device_us(rows["step"], joined, rank))
-            wall_us = (rows["wall_end_ns"] - rows["wall_begin_ns"]) / 1e3
-            put("host_us", wall_us if rank == 0 else np.full(n, np.nan))
-            bucket = np.maximum(rows["bucket"], 1)
-            put("padding", (rows["bucket"] - rows["tokens"]) / bucket)
-            fixed = {"rank": rank, "repeat": window.repeat, "pass": window.pass_name}
-            source = "host" if joined is None else joined.source
-            for name, value in {**fixed, "source": source}.items():
-                put(name, _filled(value, n))
-    return _with_key(key, {name: np.concatenate(values) for name, values in parts.items()})
-
-
-def _device_us(numbers: np.ndarray, joined: Joined | None, rank: int) -> np.ndarray:
-    """Times of the steps of these numbers; NaN where the pass did not time one."""
-    found = np.full(len(numbers), np.nan)
-    if joined is not None:
-        _, ours, theirs = np.intersect1d(numbers, joined.steps["step"], return_indices=True)
-        found[ours] = joined.step_us[theirs, rank]
-    return found
-
-
 def collectives(
     key: Mapping[str, Any],
     joined: Joined,
@@ -189,10 +139,10 @@ def collectives(
         "transfer_reason": why,
         "algbw_GBps": algbw,
         "busbw_GBps": busbw,
-        "world": _filled(world, n),
-        "pass": _filled(pass_name, n),
-        "repeat": _filled(repeat, n),
-        "source": _filled(joined.source, n),
+        "world": filled(world, n),
+        "pass": filled(pass_name, n),
+        "repeat": filled(repeat, n),
+        "source": filled(joined.source, n),
     }
     if pass_name == "backlog":
         shared["starved"] = starved.astype(object)
@@ -205,7 +155,7 @@ def collectives(
         table["below_floor"] = table["latency_us"] < 0
     if span.any():
         table["span_us"] = np.where(span[:, None], joined.pair_us, np.nan).T.ravel()
-    return _with_key(key, table)
+    return with_key(key, table)
 
 
 def requests(key: Mapping[str, Any], windows: Sequence[Window]) -> TableData:
@@ -283,7 +233,7 @@ def concatenated(parts: Sequence[TableData]) -> TableData:
     }
 
 
-def _filled(value: Any, n: int) -> np.ndarray:
+def filled(value: Any, n: int) -> np.ndarray:
     return np.full(n, value, dtype=object if isinstance(value, str) else np.int64)
 
 
@@ -294,6 +244,6 @@ def _nullable(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def _with_key(key: Mapping[str, Any], table: dict[str, np.ndarray]) -> TableData:
+def with_key(key: Mapping[str, Any], table: dict[str, np.ndarray]) -> TableData:
     n = len(next(iter(table.values()), ()))
-    return {**{name: _filled(value, n) for name, value in key.items()}, **table}
+    return {**{name: filled(value, n) for name, value in key.items()}, **table}

@@ -17,6 +17,7 @@ from harness.observers.events import EventObserver
 from harness.observers.host import HostTimerObserver
 from harness.observers.nvtx import NVTX_DOMAIN, NvtxObserver, nvtx_missing
 from harness.observers.profiler import ProfilerObserver
+from harness.observers.skew import Skew, SkewObserver
 from harness.observers.stamps import Stamp, StampObserver
 
 _TIMERS: dict[str, ObserverFactory] = {
@@ -54,6 +55,8 @@ __all__ = [
     "HostTimerObserver",
     "NvtxObserver",
     "ProfilerObserver",
+    "Skew",
+    "SkewObserver",
     "Stamp",
     "StampObserver",
     "factories",

@@ -14,7 +14,7 @@ import pytest
 
 from engine.errors import EngineDeadError
 from engine.steplog import STEP_DTYPE as ENGINE_STEPS
-from harness import tables, telemetry, window
+from harness import step_rows, telemetry, window
 from harness.failures import classify
 from harness.figure_rows import FigureRows
 from harness.metrics import plain_figures
@@ -196,7 +196,7 @@ def test_a_step_that_was_no_replay_ran_as_the_engine_runs_otherwise() -> None:
     log["phase"], log["replayed"] = [0, 1, 1], [False, True, False]  # one beyond the buckets
     window = Window("plain", 0, [], (), [log], 0.0, 1.0, NOW, {})
     for mode, launched in (("graph", "eager"), ("graph+compiled-model", "compiled-model")):
-        assert tables.steps({}, [window], mode)["mode"].tolist() == [launched, mode, launched]
+        assert step_rows.steps({}, [window], mode)["mode"].tolist() == [launched, mode, launched]
 
 
 def test_rates_and_latencies_of_the_plain_pass(tmp_path: Path) -> None:

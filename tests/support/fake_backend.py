@@ -210,6 +210,7 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
             "name": "quick", "warmup": 1, "min_repeats": 2, "max_repeats": 2, "rel_noise": 0.05,
             "wall_limit_s": 10.0, "n_process": 1, "point_timeout_s": 60.0,
             "startup_timeout_s": 60.0, "backlog_us": 20_000.0, "backlog_layers": None,
+            "skew_rank": 1, "skew_us": [0.0, 50.0],
         },
         "instrument": ["collectives"], "timing": "host", "cache": "cold", "fail_fast": False,
         "resume": "auto", "results_dir": "results/runs",

@@ -1,0 +1,84 @@
+"""Rows of the table of steps: the engine's log, device times, delays put into them"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.records import PHASES
+from harness.store import TableData
+from harness.tables import filled, with_key
+
+if TYPE_CHECKING:
+    from harness.attribution import Joined
+    from harness.records import SkewRecord
+    from harness.window import Window
+
+
+def steps(
+    key: Mapping[str, Any],
+    windows: Sequence[Window],
+    mode: str,
+    timed: Mapping[str, Joined] | None = None,
+    skews: Mapping[str, Sequence[SkewRecord]] | None = None,
+) -> TableData:
+    """The step logs of all windows and ranks.
+
+    Args:
+        mode: of the engine; a step that was no replay ran as the rest of it says.
+        timed: on a GPU, passes whose steps have device times. There the log's own clock saw the
+            host enqueue, and is no time of a step. None: on a CPU the forward is synchronous, so
+            that the rank's clock gives its time.
+        skews: by pass and rank, the delays that were put before its all-reduces.
+    """
+    parts: dict[str, list[np.ndarray]] = {}
+
+    def put(name: str, values: np.ndarray) -> None:
+        parts.setdefault(name, []).append(values)
+
+    launched = mode.removeprefix("graph").removeprefix("+") or "eager"
+    for window in windows:
+        joined = None if timed is None else timed.get(window.pass_name)
+        for rank, rows in enumerate(window.steps):
+            n = len(rows)
+            for name in ("step", "batch", "tokens", "bucket", "samples", "begin_ns"):
+                put(name, rows[name].astype(np.int64))
+            put("phase", np.array(PHASES, object)[rows["phase"]])
+            put("mode", np.where(rows["replayed"], mode, launched).astype(object))
+            own = (rows["end_ns"] - rows["begin_ns"]) / 1e3
+            put("device_us", own if timed is None else _device_us(rows["step"], joined, rank))
+            wall_us = (rows["wall_end_ns"] - rows["wall_begin_ns"]) / 1e3
+            put("host_us", wall_us if rank == 0 else np.full(n, np.nan))
+            bucket = np.maximum(rows["bucket"], 1)
+            put("padding", (rows["bucket"] - rows["tokens"]) / bucket)
+            fixed = {"rank": rank, "repeat": window.repeat, "pass": window.pass_name}
+            source = "host" if joined is None else joined.source
+            for name, values in _skew_columns(rows["step"], window, rank, skews or {}).items():
+                put(name, values)
+            for name, value in {**fixed, "source": source}.items():
+                put(name, filled(value, n))
+    return with_key(key, {name: np.concatenate(values) for name, values in parts.items()})
+
+
+def _device_us(numbers: np.ndarray, joined: Joined | None, rank: int) -> np.ndarray:
+    """Times of the steps of these numbers; NaN where the pass did not time one."""
+    found = np.full(len(numbers), np.nan)
+    if joined is not None:
+        _, ours, theirs = np.intersect1d(numbers, joined.steps["step"], return_indices=True)
+        found[ours] = joined.step_us[theirs, rank]
+    return found
+
+
+def _skew_columns(
+    numbers: np.ndarray, window: Window, rank: int, skews: Mapping[str, Sequence[SkewRecord]]
+) -> dict[str, np.ndarray]:
+    """skew_asked_us of the delayed rank, on every rank's row, and skew_us, which this rank's own
+    delays took on average; NaN outside the skew pass."""
+    asked, taken = np.full((2, len(numbers)), np.nan)
+    records = [r for r in skews.get(window.pass_name, ()) if r.rank == rank]
+    for record in records:
+        _, ours, theirs = np.intersect1d(numbers, record.steps, return_indices=True)
+        asked[ours], taken[ours] = record.asked_us[theirs], record.taken_us[theirs]
+    return {"skew_asked_us": asked, "skew_us": taken}
