@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config import AXES, ENGINE_AXES, FIXED_BATCH, SettingsError, validate
+from harness.config import AXES, ENGINE_AXES, FIXED_BATCH, SettingsError
 from harness.fingerprint import digest, file_digest
 from harness.machine import Machine, skip_reason
+from harness.validation import validate
 
 if TYPE_CHECKING:
     from engine.shape import ModelShape

@@ -1,7 +1,7 @@
 """The column catalogue: every table and column that is written, with unit and meaning.
 
-Stored files are checked against it and the documentation is printed from it (`markdown()`), so the
-two cannot differ. A change that a reader of old files would notice raises SCHEMA_VERSION.
+Stored files are checked against it and the documentation is printed from it (schema_docs.py), so
+the two cannot differ. A change that a reader of old files would notice raises SCHEMA_VERSION.
 """
 
 from __future__ import annotations
@@ -283,20 +283,3 @@ def column(table: str, name: str) -> Column:
         if entry.name == name:
             return entry
     raise KeyError(f"{table} has no column {name!r}: {', '.join(c.name for c in TABLES[table])}")
-
-
-def markdown() -> str:
-    """The catalogue as a markdown document: tables with their columns, then the figures."""
-    from harness.figures import FIGURES
-
-    lines = [f"Schema version {SCHEMA_VERSION}. A column marked * is never null.", ""]
-    for table, columns in TABLES.items():
-        lines += [f"## {table}", "", f"A row is {ROWS[table]}.", ""]
-        lines += ["| column | type | unit | meaning |", "|---|---|---|---|"]
-        for c in columns:
-            star = "*" if c.required else ""
-            lines.append(f"| `{c.name}`{star} | {c.dtype} | {c.unit} | {c.meaning} |")
-        lines.append("")
-    lines += ["## Figures (`metrics.name`)", "", "| name | unit | meaning |", "|---|---|---|"]
-    lines += [f"| `{name}` | {f.unit} | {f.meaning} |" for name, f in FIGURES.items()]
-    return "\n".join(lines) + "\n"

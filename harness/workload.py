@@ -180,7 +180,7 @@ def _capped(
 def _arrivals(
     how: str, traced: tuple[float, ...] | None, n: int, seed: int
 ) -> tuple[float, ...] | None:
-    from harness.config import arrival_rate
+    from harness.validation import arrival_rate
 
     rate = arrival_rate(how)
     if rate is not None:

@@ -182,7 +182,7 @@ def listed(path: Path) -> str:
 
 
 def tables() -> str:
-    from harness.schema import markdown
+    from harness.schema_docs import markdown
 
     return markdown().strip()
 

@@ -1,4 +1,4 @@
-"""Delays put before the all-reduces of one rank, to see how much of them arrives as waiting"""
+"""Delays put before the all-reduces of one rank, to see what of them arrives as waiting"""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from harness.__main__ import conf_folder
-from harness.config import SettingsError, arrival_rate, register, validate
+from harness.config import SettingsError, register
 from harness.launcher import compose, run
+from harness.validation import arrival_rate, validate
 from tests.support.plans import config
 
 CONF = conf_folder()

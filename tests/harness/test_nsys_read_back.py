@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from harness import pass_plan
-from harness.config import SettingsError, validate
+from harness.config import SettingsError
 from harness.nsys.read_back import read_back
 from harness.point import measure_point
 from harness.store import Results, load
+from harness.validation import validate
 from tests.support import nsys_target
 from tests.support.fake_backend import make_cfg, make_point
 from tests.support.nsys_export import Export, session

@@ -11,13 +11,16 @@ import pytest
 from engine.comm.types import Phase
 from engine.steplog import STEP_DTYPE
 from harness import step_rows
+from harness.config import SettingsError
 from harness.observers import Skew, SkewObserver, StampObserver
 from harness.observers.skew import HostDelay
 from harness.pass_plan import plan
 from harness.records import SkewRecord
+from harness.validation import validate
 from harness.window import Window
 from tests.support.fake_backend import make_cfg
 from tests.support.fake_gpu import FakeGpu, FakeGraphs, FakeRing, GpuCommunicator, collectives, info
+from tests.support.plans import config
 from tests.support.ranks import context_of
 
 DELAYS = (0.0, 50.0, 250.0)
@@ -155,3 +158,19 @@ def test_delays_stand_beside_the_steps() -> None:
     assert np.array_equal(table["skew_us"], [nan, 0, 0, nan, 0, 51], equal_nan=True)
     bare = step_rows.steps({}, [window], "eager")
     assert np.isnan(bare["skew_us"]).all() and np.isnan(bare["skew_asked_us"]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"measure__skew_rank": 2}, "measure.skew_rank=2: tp=2 has ranks 0 to 1"),
+        ({"measure__skew_us": []}, r"measure.skew_us=\[\]: give delays from 0 to 100000 us"),
+        ({"measure__skew_us": [0.0, -1.0]}, "give delays from 0 to 100000 us"),
+        ({"measure__skew_us": [float("nan")]}, "give delays from 0 to 100000 us"),
+    ],
+)
+def test_impossible_delays_are_refused(changes: dict[str, object], message: str) -> None:
+    validate(config(tp=2, instrument=["collectives", "skew"]))
+    with pytest.raises(SettingsError, match=message):
+        validate(config(tp=2, instrument=["collectives", "skew"], **changes))
+    validate(config(tp=2, **changes))
