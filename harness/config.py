@@ -70,6 +70,10 @@ class EngineSection:
     seed: int = 0  # of dummy weights
 
 
+def _skew_us() -> list[float]:
+    return [0.0, 50.0, 250.0, 1000.0]
+
+
 @dataclass
 class MeasureConfig:
     """How often a point is repeated, and how long it may take."""
@@ -86,9 +90,8 @@ class MeasureConfig:
     backlog_us: float = 20_000.0  # backlog pass: the GPU spins so long before each step, so that
     # the host runs ahead of it; doubled where it was too short
     skew_rank: int = 1  # skew pass: whose all-reduces are delayed
-    skew_us: list[float] = field(  # skew pass: the delays; decode steps take turns through them
-        default_factory=lambda: [0.0, 50.0, 250.0, 1000.0]
-    )
+    skew_us: list[float] = field(default_factory=_skew_us)  # skew pass: the delays; decode steps
+    # take turns through them
     backlog_layers: int | None = None  # decoder layers behind one spin; null: 8 eager, 24 compiled
 
 
