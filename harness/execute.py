@@ -201,13 +201,17 @@ class Execution:
 
 
 def units(plan: Plan) -> list[Unit]:
-    """Points x fresh engines (measure.n_process), those of one engine side by side."""
-    found = []
-    for _, group in groupby(plan.points, key=lambda point: point.engine_key):
-        points = list(group)
-        for process in range(max(map(_processes, points))):
-            found += [Unit(point, process) for point in points if process < _processes(point)]
-    return found
+    """Points x fresh engines (measure.n_process): the first engine of every configuration, then the
+    second of each, and so on. The engines of one configuration then lie apart in time, so that a
+    machine that drifts does so for all of them alike."""
+    groups = [list(group) for _, group in groupby(plan.points, key=lambda point: point.engine_key)]
+    return [
+        Unit(point, process)
+        for process in range(max(map(_processes, plan.points), default=0))
+        for points in groups
+        for point in points
+        if process < _processes(point)
+    ]
 
 
 def _processes(point: Point) -> int:

@@ -57,8 +57,12 @@ class Plan:
 
     @property
     def engine_starts(self) -> int:
-        """Distinct engines of the points that are not skipped."""
-        return len({point.engine_key for point in self.points if point.skip is None})
+        """Fresh engines (measure.n_process) of the points that are not skipped."""
+        starts: dict[str, int] = {}
+        for point in (point for point in self.points if point.skip is None):
+            asked = int(point.cfg["measure"]["n_process"])
+            starts[point.engine_key] = max(asked, starts.get(point.engine_key, 0))
+        return sum(starts.values())
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

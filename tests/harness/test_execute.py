@@ -296,24 +296,20 @@ def test_every_fresh_engine_of_a_point_leaves_rows_of_its_own(
 ) -> None:
     configs = sweep({"measure__n_process": 3}, batch=[1, 2])
     configs += sweep({"measure__n_process": 3, "enforce_eager": False})
+    configs += sweep({"measure__n_process": 2, "tp": 2})
     made = plan(configs)
     assert [(u.point.index, u.process) for u in units(made)] == [
-        (0, 0),
-        (1, 0),
-        (0, 1),
-        (1, 1),
-        (0, 2),
-        (1, 2),
-        (2, 0),
-    ]
+        (0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (3, 1), (0, 2), (1, 2)
+    ]  # fmt: skip
     run = open_run(tmp_path, made, "auto")
     go(run)
-    assert [len(s.measured) for s in sessions] == [2, 2, 2]
-    a, b, skipped = (p.point_id for p in made.points)
+    assert [len(s.measured) for s in sessions] == [2, 1, 2, 1, 2]
+    assert [s.cfg["tp"] for s in sessions] == [1, 2, 1, 2, 1], "engines take turns"
+    a, b, skipped, c = (p.point_id for p in made.points)
     assert sorted(p.name for p in (run.path / "points").iterdir()) == sorted(
-        [a, f"{a}-1", f"{a}-2", b, f"{b}-1", f"{b}-2", skipped]
+        [a, f"{a}-1", f"{a}-2", b, f"{b}-1", f"{b}-2", skipped, c, f"{c}-1"]
     )
-    assert run.counts() == {"ok": 2, "skipped": 1}
+    assert run.counts() == {"ok": 3, "skipped": 1}
 
 
 def test_compile_caches_are_fresh_for_every_engine_unless_asked_to_be_kept(

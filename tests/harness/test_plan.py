@@ -53,6 +53,12 @@ def test_every_engine_starts_once_whatever_the_order_of_the_axes(order: tuple[st
     assert [p.index for p in made.points] == list(range(24))
 
 
+def test_fresh_engines_of_a_configuration_are_counted_as_starts() -> None:
+    configs = sweep({"measure__n_process": 3}, batch=[1, 2], tp=[1, 2])
+    configs += sweep({"measure__n_process": 5}, batch=[4])
+    assert plan(configs).engine_starts == 5 + 3
+
+
 def test_every_engine_starts_once_for_points_in_no_order_at_all() -> None:
     configs = sweep(**TP_SWEEP)
     random.Random(0).shuffle(configs)
