@@ -1,4 +1,4 @@
-"""`python -m harness [run|list|profile|collect|doctor] ...`: the verbs"""
+"""`python -m harness [VERB] ...`: the verbs, which import what is heavy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import NoReturn
 
 from harness.help import help_text
 
-VERBS = ("run", "list", "profile", "collect", "doctor")
+VERBS = ("run", "list", "profile", "collect", "compare", "doctor")
+FORMS = ("--markdown", "--csv", "--repeats")
+"""What `collect` prints instead of its table."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (without the program's name) and returns its exit status.
 
     0: every point ended ok, skipped or contaminated; 1: one did not, or a setting is wrong;
-    2: the command line is not understood; 130: interrupted.
+    2: the command line is not understood; 130: interrupted. `compare` has its own: 1 where
+    something is slower, 2 where it refuses.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = "run"
@@ -38,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor()
     if verb == "collect":
         return collect(arguments)
+    if verb == "compare":
+        from harness.compare import main as compare
+
+        return compare(arguments)
     if verb == "profile" and "--read" in arguments:
         return read_export(arguments)
     from harness.commands import list_points, run_points
@@ -59,25 +66,26 @@ def conf_folder() -> Path:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """Prints the tables of a run again, from its files; --markdown or --csv to publish them."""
+    """Prints the tables of a run again, from its files; --markdown or --csv to publish them,
+    --repeats for the figures of every repeat as CSV."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     folders = [argument for argument in arguments if not argument.startswith("-")]
-    if len(folders) != 1 or len(flags) > 1 or set(flags) - {"--markdown", "--csv"}:
+    if len(folders) != 1 or len(flags) > 1 or set(flags) - set(FORMS):
         print("collect: name one run folder, as in python -m harness collect results/runs/NAME "
-              "[--markdown | --csv]", file=sys.stderr)  # fmt: skip
+              f"[{' | '.join(FORMS)}]", file=sys.stderr)  # fmt: skip
         return 2
     run = Path(folders[0])
     if not (run / "plan.json").is_file():
         print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
         return 2
-    from harness import report
+    from harness import repeats, report
     from harness.console import stdout
     from harness.store import StoreError
 
     try:
         if flags:
-            text = report.csv(run) if flags == ["--csv"] else report.markdown(run)
-            print(text.rstrip("\n"))
+            make = {"--markdown": report.markdown, "--csv": report.csv, "--repeats": repeats.csv}
+            print(make[flags[0]](run).rstrip("\n"))
         else:
             report.print_summary(run, stdout())
     except StoreError as error:

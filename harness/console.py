@@ -1,4 +1,4 @@
-"""Tables on stdout: figures and settings are whole at any width, only explanations wrap."""
+"""Tables on stdout or as markdown: figures are whole at any width, only explanations wrap."""
 
 from __future__ import annotations
 
@@ -59,3 +59,10 @@ def print_table(
 def print_line(console: Console, text: str) -> None:
     """One line of plain text, which nobody breaks but a terminal."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same table as markdown; in a cell a bar becomes a slash, the end of a line a space."""
+    lines = (headings, ["---"] * len(headings), *rows)
+    clean = ([cell.replace("|", "/").replace("\n", " ") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in clean)

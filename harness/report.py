@@ -247,7 +247,11 @@ def _remark(point: pd.Series) -> str:
         said.append(f"reading the collectives adds {share:.0%} to a step")
     notes = point.get("notes")
     if isinstance(notes, str):
-        said += [note for note in notes.split("; ") if note.startswith((BUSY, FLAG))]
+        found = [note for note in notes.split("; ") if note.startswith((BUSY, FLAG))]
+        busy = [note for note in found if note.startswith(BUSY)]
+        said += [note for note in found if note not in busy[1:]]
+        if len(busy) > 1:
+            said.append(f"so were {len(busy) - 1} more of its engines")
     return "; ".join(said)
 
 
@@ -259,21 +263,16 @@ def _text(value: Any) -> str:
 
 def markdown(run_dir: str | Path) -> str:
     """The printed table as markdown, with what all points share above it, remarks below."""
+    from harness.console import markdown_table
+
     frame = summary(run_dir)
     headings, rows, same = view(frame)
-    lines = [same, "", *_lines(headings, rows), *(f"\n{remark}." for remark in remarks(frame))]
+    lines = [same, "", markdown_table(headings, rows)]
+    lines += [f"\n{remark}." for remark in remarks(frame)]
     headings, rows = engines(frame)
     if rows:
-        lines += ["", *_lines(headings, rows)]
+        lines += ["", markdown_table(headings, rows)]
     return "\n".join(lines)
-
-
-def _lines(headings: list[str], rows: list[list[str]]) -> list[str]:
-    """A table in markdown."""
-    return [
-        f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in line)} |"
-        for line in (headings, ["---"] * len(headings), *rows)
-    ]
 
 
 def csv(run_dir: str | Path) -> str:

@@ -185,6 +185,10 @@ def test_points_of_a_busy_machine_are_counted_below_the_table(run: Path) -> None
     console = Console(width=200, file=io.StringIO())
     report.print_summary(run, console)
     printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    write(run, 0, rates=(100.0,), notes=note.replace("1.5", "1.6"), process=2, tp=1, batch=1)
+    write(run, 0, rates=(100.0,), notes=note.replace("1.5", "1.7"), process=3, tp=1, batch=1)
+    said = report.view(report.summary(run))[1][0][-1]
+    assert said == f"{note}; so were 2 more of its engines"
     # The row itself says it too, without the note's other half.
     assert sum("busy machine: other" in line for line in printed) == 2
     assert not any("requests shortened" in line for line in printed)
