@@ -1,1 +1,1 @@
-"""Where a question gets more than its sweep in conf/experiment: a summary and a figure."""
+"""One file a question: what a finished run says to it, as a table, a figure and a finding."""
