@@ -31,9 +31,9 @@ Comments = dict[tuple[str, str], str]  # (class, field) -> the comment behind th
 TREE_OTHER = {
     "conf": "the Hydra configuration; packed into a wheel as harness/conf",
     "results": "published tables, how to read them and how to submit; runs/ is not kept in git",
-    "tests": "mirrors engine/ and harness/; gpu/ needs a device",
-    "docs": "architecture; every option; every column",
-    "scripts": "writes the generated parts of the documentation",
+    "tests": "mirrors engine/, harness/ and experiments/; gpu/ needs a device",
+    "docs": "architecture; verdicts; every option; every column",
+    "scripts": "the generated parts of the documentation; a check of the verdicts",
 }
 
 

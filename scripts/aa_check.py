@@ -1,0 +1,127 @@
+"""Shows what a verdict is worth on this machine: A/A comparisons, and one planted slow-down.
+
+    python scripts/aa_check.py [--pairs 20] [--engines 5] [--keep DIR] [SETTING=VALUE ...]
+
+Measures one point in --pairs + 1 runs one after the other, each of --engines fresh engines, and
+compares every run with the one before: the same code, so FASTER and SLOWER are false alarms. Then
+once more with an engine that waits after each step for a tenth of the step's time, which must be
+SLOWER. SETTINGs are those of the harness; the planted delay needs tp=1. Prints markdown; exit
+status 0 if at most one comparison in twenty raised an alarm and the slow-down was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from harness import cells, launcher, repeats  # noqa: E402
+from harness.__main__ import conf_folder  # noqa: E402
+from harness.commands import run_points  # noqa: E402
+from harness.compare import view  # noqa: E402
+from harness.console import markdown_table  # noqa: E402
+from harness.verdict import Verdict  # noqa: E402
+from harness.worker import Functions  # noqa: E402
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DELAY = 0.10
+"""Of a step's time, added after it in the planted run."""
+SLOWED = ("output_tok_s", "tpot")
+"""Figures that the delay must show in; step_us is the step alone, without it."""
+ALARMS = (Verdict.FASTER, Verdict.SLOWER)
+POINT = ["model=tiny", "workload=decode", "batch=4", "instrument=collectives",
+         "workload.output_tokens=64", "engine.threads_per_rank=1"]  # fmt: skip
+"""One thread a rank: on a CPU that has other work, a second one waits for its core."""
+
+
+def slowed() -> Any:
+    """The native backend, whose engine does nothing for a tenth of each step after it. A session's
+    child calls this."""
+    from engine.core import EngineCore
+    from harness.backends import create
+
+    step = EngineCore.step
+
+    def slow(self: EngineCore) -> Any:
+        begin = time.perf_counter()
+        finished = step(self)
+        until = begin + (time.perf_counter() - begin) * (1 + DELAY)
+        while time.perf_counter() < until:
+            pass
+        return finished
+
+    EngineCore.step = slow  # type: ignore[method-assign]
+    return create()
+
+
+def measured(arguments: list[str], results: Path, functions: Functions) -> Path:
+    """One run of the harness; -> its folder. SystemExit where it fails."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = launcher.run(
+            [*arguments, "resume=never", f"results_dir='{results}'"],
+            conf_folder(),
+            lambda configs: run_points(configs, functions),
+        )
+    if status != 0:
+        raise SystemExit(f"the harness ended with status {status}\n{said.getvalue()}")
+    return Path(json.loads(said.getvalue().splitlines()[-1])["run"])
+
+
+def judged(frames: list[pd.DataFrame], engines: int) -> tuple[str, bool]:
+    """(markdown, whether all is as it must be): each run against the one before, of which the last
+    is the planted one."""
+    found = [cells.compare(a, b) for a, b in pairwise(frames)]
+    alike, planted = found[:-1], found[-1]
+    alarms = sum(any(c.judgement.verdict in ALARMS for c in one.cells) for one in alike)
+    counts = {str(v): sum(one.counts()[str(v)] for one in alike) for v in Verdict}
+    of_delay = [c.judgement.verdict for c in planted.cells if c.metric in SLOWED]
+    seen = bool(of_delay) and set(of_delay) == {Verdict.SLOWER}
+    headings, _ = view(planted)
+    names = [f"A/A {place + 1}" for place in range(len(alike))] + ["planted"]
+    lines = [[name, *line] for name, one in zip(names, found, strict=True) for line in view(one)[1]]
+    machine = planted.a["gpu"] or planted.a["cpu"]
+    parts = [
+        f"{machine}, torch {planted.a['torch_version']}, commit {planted.a['git_sha']}; {engines} "
+        "engines a side.",
+        f"{alarms} of {len(alike)} A/A comparisons raised an alarm; their cells: "
+        f"{', '.join(f'{n} {v}' for v, n in counts.items())}. A delay of {DELAY:.0%} after each "
+        f"step was {'found' if seen else 'not found'}.",
+        markdown_table(["comparison", *headings], lines),
+    ]
+    return "\n\n".join(parts), alarms <= len(alike) / 20 and seen
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A/A comparisons and one planted slow-down.")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--engines", type=int, default=5)
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    parser.add_argument("settings", nargs="*", help="of the harness, for instance model=qwen3-0.6b")
+    options = parser.parse_args(argv)
+    arguments = [*POINT, f"measure.n_process={options.engines}", "measure.min_repeats=6",
+                 "measure.max_repeats=6", *options.settings]  # fmt: skip
+    slow = Functions(create=f"{Path(__file__).stem}:slowed")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.keep or Path(scratch)
+        runs = [measured(arguments, folder, Functions()) for _ in range(options.pairs + 1)]
+        runs.append(measured(arguments, folder, slow))
+        text, as_it_must_be = judged([repeats.read(run) for run in runs], options.engines)
+    print(f"`{' '.join(arguments)}`\n\n{text}")
+    return int(not as_it_must_be)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
