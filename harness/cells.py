@@ -118,7 +118,7 @@ def compare(
         (asked, one), (_, other) = sides[0][key], sides[1][key]
         statuses = {_status(side)[0] for side in (one, other)}
         if statuses <= {"skipped", "predicted"}:
-            notes.append(f"{_named(asked, shown)}: {' and '.join(statuses)} on both sides")
+            notes.append(f"{_named(asked, shown)}: {' and '.join(sorted(statuses))} on both sides")
             continue
         for metric in metrics:
             missing = one[metric].isna().all() and other[metric].isna().all()
