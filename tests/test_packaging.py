@@ -75,7 +75,8 @@ def test_every_imported_package_is_declared_and_the_other_way_round(
     }  # fmt: skip
     needed = {distributions.get(name, name) for name in foreign}
     required = names(project["project"]["dependencies"])
-    optional = names(project["project"]["optional-dependencies"]["gpu"])
+    extras = project["project"]["optional-dependencies"]
+    optional = names([*extras["gpu"], *extras["report"]])
     assert required <= needed <= required | optional
 
 
