@@ -130,7 +130,8 @@ def compare(
             cells.append(Cell(asked, metric, found, *points))
     if not cells:
         raise Refused(f"nothing to compare: {'; '.join(_grouped(notes))}")
-    return Comparison(*head, shown, tuple(cells), only_a, only_b, tuple(_grouped(notes)))
+    notes = [*_unknown(a, b), *_grouped(notes)]
+    return Comparison(*head, shown, tuple(cells), only_a, only_b, tuple(notes))
 
 
 def _judge(
@@ -168,13 +169,19 @@ Side = dict[str, tuple[dict[str, Any], "pd.DataFrame"]]
 
 
 def by_settings(*frames: pd.DataFrame) -> list[Side]:
+    """The points of each frame by what was asked of them. A setting that one frame does not know,
+    written before there was such a setting, tells no points apart unless the other sweeps it."""
     asked = [f["requested"].map(lambda text: settings(str(text))) for f in frames]
     swept = {name for one in asked for name in _varying(one)}
+    known = [{name for settings in one for name in settings} for one in asked]
+    common = set.intersection(*known)
     sides = []
     for frame, of_row in zip(frames, asked, strict=True):
         kept = of_row.map(
             lambda one: {
-                k: v for k, v in one.items() if k.partition(".")[0] not in HOW or k in swept
+                k: v
+                for k, v in one.items()
+                if k in swept or (k in common and k.partition(".")[0] not in HOW)
             }
         )
         keys = kept.map(lambda one: json.dumps(one, sort_keys=True))
@@ -182,6 +189,19 @@ def by_settings(*frames: pd.DataFrame) -> list[Side]:
             {key: (kept[rows.index[0]], rows) for key, rows in frame.groupby(keys, sort=False)}
         )
     return sides
+
+
+def _unknown(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[str]:
+    """Settings that only one side knows."""
+    ours, theirs = (
+        {name: value for text in f["requested"].unique() for name, value in settings(text).items()}
+        for f in (a, b)
+    )
+    for side, mine, other in (("A", ours, theirs), ("B", theirs, ours)):
+        for name in sorted(other.keys() - mine.keys()):
+            if name.partition(".")[0] not in HOW:
+                value = as_written(other[name])
+                yield f"{side} was measured before there was {name} (here {value})"
 
 
 def _varying(settings: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -146,6 +146,19 @@ def test_cells_that_neither_side_measured_are_noted_and_left_out(tmp_path: Path)
     assert found.notes == ("2 cells: skipped on both sides",)
 
 
+def test_a_setting_that_came_later_keeps_no_cells_apart(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    for index, batch in enumerate((1, 2)):
+        write_cell(a, STEADY, index=index, batch=batch)
+        write_cell(b, ALIKE, index=index, batch=batch, engine__later=7, measure__later=8)
+    found = compared(a, b, metrics=["tpot"])
+    assert verdicts(found) == [(1, "tpot", "SAME"), (2, "tpot", "SAME")]
+    assert found.notes == ("A was measured before there was engine.later (here 7)",)
+    write_cell(b, SLOWER, index=2, batch=2, engine__later=9)
+    with pytest.raises(Refused, match="no cell is in both"):
+        compared(a, b)
+
+
 def frames(tmp_path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     a, b = both(tmp_path)
     write_cell(a, STEADY)
