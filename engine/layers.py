@@ -87,13 +87,31 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Rotates pair (i, i + D/2) of each head of x [T, h, D] by the angle of its position, in
     float32 (transformers' rotate_half layout); rotary [T, 1, D] comes from RotaryEmbedding."""
-    if runs_triton(x):
-        from engine.kernels.layers_triton import apply_rotary_triton
-
-        return apply_rotary_triton(x, rotary)
     cos, sin = rotary.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def norm_and_rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    rotary: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms each head of q [T, h, D] and k [T, kv_heads, D] where the model has such norms (both or
+    neither), then rotates it as apply_rotary does."""
+    if runs_triton(q):
+        from engine.kernels.layers_triton import norm_and_rotate_triton
+
+        if q_norm is None or k_norm is None:
+            return norm_and_rotate_triton(q, k, None, 0.0, rotary)
+        assert q_norm.eps == k_norm.eps
+        weights = (q_norm.weight, k_norm.weight)
+        return norm_and_rotate_triton(q, k, weights, q_norm.eps, rotary)
+    if q_norm is not None and k_norm is not None:
+        q, k = q_norm(q), k_norm(k)
+    return apply_rotary(q, rotary), apply_rotary(k, rotary)
 
 
 class SiluAndMul(nn.Module):

@@ -16,7 +16,7 @@ from engine.batch import ForwardBatch
 from engine.comm.base import Communicator
 from engine.comm.types import Site
 from engine.kv_cache import KVCache
-from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, apply_rotary
+from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, norm_and_rotate
 from engine.parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -91,9 +91,7 @@ class Qwen3Attention(nn.Module):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         q, k, v = self.qkv(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, rotary)
         return self.o_proj.partial(self.attention(q, k, v, k_cache, v_cache, batch).flatten(1))
 
 
