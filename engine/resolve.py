@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.flash import PAGE_MULTIPLE
+from engine.attention import flash, triton_paged
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
@@ -19,7 +19,8 @@ from engine.shape import ModelShape
 logger = logging.getLogger(__name__)
 
 # What this version can run, by device type; the others of config.py are refused by name.
-ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "sdpa")}
+ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "triton", "sdpa")}
+PAGE_SIZES = {"flash2": flash.PAGE_MULTIPLE, "triton": triton_paged.PAGE_SIZE, "sdpa": 16}
 COMM = {"cpu": ("gloo",), "cuda": ("nccl",)}
 
 
@@ -56,7 +57,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "device": device,
         "dtype": dtype,
         "attention": attention,
-        "page_size": config.page_size or (PAGE_MULTIPLE if attention == "flash2" else 16),
+        "page_size": config.page_size or PAGE_SIZES[attention],
         "comm": _comm(config, device),
         "max_model_len": max_model_len,
         "threads_per_rank": config.threads_per_rank or max(1, _cores() // config.tp),
@@ -88,31 +89,43 @@ def _device(config: EngineConfig) -> str:
 
 
 def _attention(config: EngineConfig, shape: ModelShape, device: str, dtype: str) -> str:
-    """auto is flash2 where it can run, else sdpa; an explicit flash2 that cannot is an error."""
+    """auto is the first of ATTENTION that can run; one asked for by name runs or is an error."""
     allowed = ATTENTION[device]
+    obstacles = {
+        "flash2": flash2_obstacle(config.page_size, shape.head_dim, dtype),
+        "triton": triton_obstacle(shape.head_dim),
+        "sdpa": None,
+    }
     if config.attention != "auto":
-        _choose("attention", config.attention, allowed, device)
-    if "flash2" not in allowed or config.attention == "sdpa":
-        return "sdpa"
-    obstacle = flash2_obstacle(config.page_size, shape.head_dim, dtype)
-    if obstacle is None:
-        return "flash2"
-    if config.attention == "flash2":
-        raise ConfigError(f"attention='flash2': {obstacle}")
-    logger.warning("attention=auto takes sdpa, not flash2: %s", obstacle)
-    return "sdpa"
+        name = _choose("attention", config.attention, allowed, device)
+        if obstacles[name] is not None:
+            raise ConfigError(f"attention={name!r}: {obstacles[name]}")
+        return name
+    name = next(name for name in allowed if obstacles[name] is None)
+    for other in allowed[: allowed.index(name)]:
+        logger.warning("attention=auto takes %s, not %s: %s", name, other, obstacles[other])
+    return name
 
 
 def flash2_obstacle(page_size: int | None, head_dim: int, dtype: str) -> str | None:
-    """Why flash-attn 2 cannot run, None if it can."""
+    """Why flash-attn 2 cannot run on a GPU, None if it can."""
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed; pip install flash-attn"
     if dtype == "float32":
         return "it has no float32 kernels; set dtype=bfloat16 or float16"
-    if page_size is not None and page_size % PAGE_MULTIPLE:
-        return f"page_size={page_size}: its pages are multiples of {PAGE_MULTIPLE}"
+    if page_size is not None and page_size % flash.PAGE_MULTIPLE:
+        return f"page_size={page_size}: its pages are multiples of {flash.PAGE_MULTIPLE}"
     if head_dim > 256 or head_dim % 8:
         return f"head_dim={head_dim}: it takes multiples of 8 up to 256"
+    return None
+
+
+def triton_obstacle(head_dim: int) -> str | None:
+    """Why attention=triton cannot run on a GPU, None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; pip install triton"
+    if head_dim > triton_paged.MAX_HEAD_DIM:
+        return f"head_dim={head_dim}: it takes up to {triton_paged.MAX_HEAD_DIM}"
     return None
 
 

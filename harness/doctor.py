@@ -12,7 +12,7 @@ from harness.machine import Machine, skip_reason
 from harness.nsys.command import NsysError, deafness, find
 
 OPTIONAL = {
-    "triton": "timing=stamps and compile on a GPU: pip install triton",
+    "triton": "attention=triton, timing=stamps and compile on a GPU: pip install triton",
     "flash_attn": "attention=flash2: pip install flash-attn (NVIDIA GPU)",
     "nvtx": "NVTX ranges: pip install nvtx",
     "nccl": "TP over GPUs: comes with a CUDA build of torch",

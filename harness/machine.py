@@ -127,6 +127,8 @@ def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) 
     from engine.resolve import ATTENTION
 
     reason = _not_in_engine("attention", cfg, machine, ATTENTION)
+    if reason is None and cfg["attention"] == "triton" and "triton" not in machine.packages:
+        return "attention=triton needs the package triton; not installed"
     if reason is not None or cfg["attention"] != "flash2":
         return reason
     dtype = cfg.get("dtype", "auto")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engine.attention import flash, sdpa
+from engine.attention import flash, sdpa, triton_paged
 from engine.batch import ForwardBatch
 from engine.comm import ops as _comm_ops  # defines the namespace that is extended here
 from engine.kernels.store_kv import store_kv
@@ -20,7 +20,11 @@ from engine.kernels.store_kv import store_kv
 # A backend is called (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, cu_seqlens_k,
 # host_meta, scale), arguments as in `Attention.forward` and ForwardBatch, and returns a new tensor
 # like q; what it puts into rows of padding is finite and otherwise of no account.
-BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"sdpa": sdpa.attend, "flash2": flash.attend}
+BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+    "sdpa": sdpa.attend,
+    "flash2": flash.attend,
+    "triton": triton_paged.attend,
+}
 
 assert _comm_ops.library.ns == "rangefinder"
 library = torch.library.Library("rangefinder", "FRAGMENT")

@@ -1,0 +1,54 @@
+"""Attention by own Triton kernels: paged decode with split K/V, varlen prefill, any page size.
+
+Shapes: T rows, S sequences, h query heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# A page is a tile of keys at head_dim 128 in bf16, so one page id is read a tile. Smaller pages
+# make block tables larger, which go to the device each step (at 40,960 tokens and 256 sequences
+# 2.6 MB in pages of 16, 0.66 MB in pages of 64); larger ones waste more of a sequence's last page
+# and share prefixes in larger units. A key of one head is 256 contiguous bytes whatever the page.
+PAGE_SIZE = 64
+MAX_HEAD_DIM = 256
+
+# Programs of a decode that fill a GPU: 4 for each of an H200's 132 multiprocessors. A constant, so
+# that results do not depend on the machine.
+_PROGRAMS = 528
+_MAX_SPLITS = 64
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    host_meta: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch.
+    K/V of this step's tokens must stand in the caches. Nothing is read back from the GPU."""
+    from engine.kernels.paged_decode_triton import paged_decode
+    from engine.kernels.paged_prefill_triton import paged_prefill
+
+    num_seqs, _, _, num_decodes = host_meta.tolist()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    cache = (k_cache, v_cache, block_tables, seq_lens)
+    if num_decodes:
+        splits = num_splits(num_decodes, k_cache.shape[2])
+        paged_decode(q, *cache, out[:num_decodes], scale, splits)
+    if len(q) > num_decodes:
+        chunks = num_seqs - num_decodes
+        paged_prefill(q, *cache, cu_seqlens_q, out, scale, num_decodes, chunks)
+    return out
+
+
+def num_splits(num_seqs: int, kv_heads: int) -> int:
+    """Parts that the keys of each decoding sequence are split into. It depends on what a CUDA graph
+    keeps and not on lengths, so that a replay computes what the same step computes uncaptured."""
+    return max(1, min(_MAX_SPLITS, _PROGRAMS // (num_seqs * kv_heads)))
