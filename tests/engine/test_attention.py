@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from engine.attention import Attention
-from engine.batch import ForwardBatch
 from engine.kernels.store_kv import store_kv
-from tests.support.batches import Rows, build_batch
+from tests.support.attention import SCALE, Case, build_case
 
 HEAD_DIM = 6
-SCALE = 0.37
-
-
-@dataclass
-class Case:
-    """Sequences whose K/V up to `start` stands in the cache and whose rows from there are new."""
-
-    batch: ForwardBatch
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    expected: torch.Tensor  # [T, h, D] float64
 
 
 def build(
@@ -38,60 +19,11 @@ def build(
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
 ) -> Case:
-    """spans: (start, number of new rows) of each sequence. The values of a sequence depend on its
-    place in the list alone."""
-    lengths = [start + new for start, new in spans]
-    num_pages = sum(-(-n // page_size) for n in lengths)
-    free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist()
-    dummy = num_pages
-    cache_size = (2, num_pages + 1, page_size, kv_heads, HEAD_DIM)
-    k_cache, v_cache = torch.full(cache_size, math.nan, dtype=dtype).unbind()
-    rows, new_q, new_k, new_v, expected = [], [], [], [], []
-    for seed, ((start, new), length) in enumerate(zip(spans, lengths, strict=True)):
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (
-            torch.randn(length, n, HEAD_DIM, generator=generator).to(dtype)
-            for n in (heads, kv_heads, kv_heads)
-        )
-        pages = [free.pop() for _ in range(-(-length // page_size))]
-        for p in range(start):
-            k_cache[pages[p // page_size], p % page_size] = k[p]
-            v_cache[pages[p // page_size], p % page_size] = v[p]
-        rows.append(Rows([0] * new, start, pages))
-        new_q.append(q[start:])
-        new_k.append(k[start:])
-        new_v.append(v[start:])
-        expected.append(causal_attention(q, k, v)[start:])
-    total = sum(new for _, new in spans)
-    batch = build_batch(rows, page_size, padded_to=total + padding, dummy_slot=dummy * page_size)
-    junk = [torch.full((padding, n, HEAD_DIM), math.nan, dtype=dtype) for n in (heads, kv_heads)]
-    zeros = torch.zeros(padding, heads, HEAD_DIM, dtype=torch.float64)
-    return Case(
-        batch,
-        torch.cat([*new_q, junk[0]]),
-        torch.cat([*new_k, junk[1]]),
-        torch.cat([*new_v, junk[1]]),
-        k_cache,
-        v_cache,
-        torch.cat([*expected, zeros]),
-    )
-
-
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [n, h, D], k and v [n, kv_heads, D] -> [n, h, D] in float64, one row and head at a time."""
-    out = torch.empty(q.shape, dtype=torch.float64)
-    group = q.shape[1] // k.shape[1]
-    for i in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            keys, values = (t[: i + 1, head // group].double() for t in (k, v))
-            weights = torch.softmax(keys @ q[i, head].double() * SCALE, dim=0)
-            out[i, head] = weights @ values
-    return out
+    return build_case(spans, page_size, heads, kv_heads, HEAD_DIM, dtype, padding)
 
 
 def attend(case: Case) -> torch.Tensor:
-    attention = Attention(SCALE, "sdpa")
-    return attention(case.q, case.k, case.v, case.k_cache, case.v_cache, case.batch)
+    return case.attend("sdpa")
 
 
 SPANS = {

@@ -1,24 +1,17 @@
-"""The Triton kernels under Triton's interpreter, on CPU tensors, against their references.
-
-Run with TRITON_INTERPRET=1 where triton is installed; skipped elsewhere (a GPU runs tests/gpu).
-"""
+"""Triton kernels on CPU tensors, in Triton's interpreter, against their references."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
 
 import pytest
 import torch
 
 from engine.kernels.store_kv import store_kv
-from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, apply_rotary
+from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, norm_and_rotate
 from engine.sampler import Sampler
+from tests.support.interpreter import require_interpreter
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs triton and TRITON_INTERPRET=1",
-)
+require_interpreter()
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -40,21 +33,28 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rms_norm_triton(x, norm.weight, 1e-6), norm(x))
     own, reference = add_rms_norm_triton(x, residual, norm.weight, 1e-6), norm(x, residual)
     torch.testing.assert_close(own[0], reference[0])
-    # The interpreter rounds to bf16 toward zero, a GPU to nearest: one place may differ here.
-    torch.testing.assert_close(own[1], reference[1])
+    assert torch.equal(own[1], reference[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_of_a_fused_projection(dtype: torch.dtype) -> None:
-    """Q of [T, q|k|v]: rows of heads at a distance, norm then rotation."""
-    from engine.kernels.layers_triton import apply_rotary_triton, rms_norm_triton
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (10, 2, 24), (9, 9, 6)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_norm_and_rotation_of_a_fused_projection(
+    heads: int, kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype
+) -> None:
+    """Q and K of [T, q|k|v]: rows of heads at a distance; blocks of 8 heads whole and in part."""
+    from engine.kernels.layers_triton import norm_and_rotate_triton
 
     torch.manual_seed(0)
-    norm = norm_of(16, dtype)
-    q = torch.randn(7, 96).to(dtype)[:, :64].view(7, 4, 16)
-    rotary = RotaryEmbedding(16, 50, 1e4, "cpu")(torch.arange(40, 47))
-    torch.testing.assert_close(rms_norm_triton(q, norm.weight, 1e-6), norm(q))
-    torch.testing.assert_close(apply_rotary_triton(q, rotary), apply_rotary(q, rotary))
+    q_norm, k_norm = norm_of(head_dim, dtype), norm_of(head_dim, dtype)
+    qkv = torch.randn(7, heads + 2 * kv_heads, head_dim).to(dtype)
+    q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    rotary = RotaryEmbedding(head_dim, 50, 1e4, "cpu")(torch.arange(40, 47))
+    weights = (q_norm.weight, k_norm.weight) if has_norm else None
+    own = norm_and_rotate_triton(q, k, weights, 1e-6, rotary)
+    norms = (q_norm, k_norm) if has_norm else (None, None)
+    for found, expected in zip(own, norm_and_rotate(q, k, *norms, rotary), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,15 +4,14 @@ are checked here, the register itself in tests/gpu/."""
 from __future__ import annotations
 
 import itertools
-import os
 from types import ModuleType
 
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 and the package triton", allow_module_level=True)
-pytest.importorskip("triton")
+from tests.support.interpreter import require_interpreter
+
+require_interpreter()
 
 
 @pytest.fixture
