@@ -34,13 +34,19 @@ def half(checkpoints: Checkpoints) -> Path:
     return checkpoints(dtype="bfloat16", hidden_size=64, max_position=1024, **HEADS)
 
 
-@pytest.mark.parametrize("scope", ["off", "model"])
+@pytest.mark.parametrize(
+    ("attention", "scope"), [("auto", "off"), ("auto", "model"), ("triton", "off")]
+)
 def test_replay_equals_eager_on_the_same_padded_batch(
-    half: Path, scope: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    half: Path, attention: str, scope: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Five sequences in a bucket of eight; the eager side runs what was captured, uncaptured."""
     ids = sequences(5, 40)
-    options: dict[str, Any] = {"compile": scope, "cache_dir": str(tmp_path)}
+    options: dict[str, Any] = {
+        "attention": attention,
+        "compile": scope,
+        "cache_dir": str(tmp_path),
+    }
     replayed = Probe(half, enforce_eager=False, **options)
     graph_logits = replayed.teacher_forced(ids, 30)
     assert replayed.runner._graphs is not None and replayed.runner._graphs.mode.startswith("graph")
@@ -68,12 +74,13 @@ def test_replay_equals_eager_on_the_same_padded_batch(
     assert torch.equal(graph_logits, eager_logits)
 
 
-def test_poison_in_unnamed_pages_and_padding_changes_nothing(half: Path) -> None:
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+def test_poison_in_unnamed_pages_and_padding_changes_nothing(half: Path, attention: str) -> None:
     ids = sequences(5, 40)
-    clean = Probe(half, enforce_eager=False)
+    clean = Probe(half, enforce_eager=False, attention=attention)
     expected = clean.teacher_forced(ids, 30)
     clean.close()
-    poisoned = Probe(half, enforce_eager=False)
+    poisoned = Probe(half, enforce_eager=False, attention=attention)
     poisoned.poison()
     found = poisoned.teacher_forced(ids, 30)
     poisoned.close()
@@ -87,12 +94,15 @@ def test_the_last_bucket_is_max_num_seqs(max_num_seqs: int) -> None:
     assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("batch", [1, 5, 16, 17, 20])
-def test_tokens_of_batches_off_the_buckets(checkpoints: Checkpoints, batch: int) -> None:
-    """float32 and SDPA, so that tokens must be those of transformers."""
+def test_tokens_of_batches_off_the_buckets(
+    checkpoints: Checkpoints, batch: int, attention: str
+) -> None:
+    """In float32, so that tokens must be those of transformers."""
     path = checkpoints(**HEADS)
     prompts = [ids[: 3 + i % 7] for i, ids in enumerate(sequences(batch, 10))]
-    with LLM(path, max_num_seqs=20, page_size=8, attention="sdpa", max_model_len=64) as llm:
+    with LLM(path, max_num_seqs=20, page_size=8, attention=attention, max_model_len=64) as llm:
         outputs = llm.generate(prompts, GREEDY)
         assert llm.effective["mode"] == "graph"
         (steps,) = llm.drain_steps()

@@ -48,8 +48,9 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compile-cache")
 
 
-# SDPA and flash-attn stand behind the same operator, so one of them suffices in compiled form.
-MODES = [("flash2", scope) for scope in ("off", "layer", "model")] + [("sdpa", "off")]
+# All backends stand behind the same operator, so one of them suffices in every compiled form.
+MODES = [("flash2", scope) for scope in ("off", "layer", "model")]
+MODES += [("triton", "off"), ("triton", "model"), ("sdpa", "off")]
 
 
 @pytest.mark.parametrize(("attention", "scope"), MODES)

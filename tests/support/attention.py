@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -27,6 +27,13 @@ class Case:
     k_cache: torch.Tensor  # [pages + 1, page_size, kv_heads, D]
     v_cache: torch.Tensor
     expected: torch.Tensor  # [T, h, D] float64
+
+    def to(self, device: str) -> Case:
+        """The same step there; what the host knows stays on the host."""
+        batch = {f.name: getattr(self.batch, f.name) for f in fields(self.batch)}
+        moved = {n: t if n == "host_meta" else t.to(device) for n, t in batch.items()}
+        tensors = [getattr(self, f.name).to(device) for f in fields(self)[1:]]
+        return Case(ForwardBatch(**moved), *tensors)
 
     def attend(self, backend: str) -> torch.Tensor:
         """Stores this step's K/V and attends."""
@@ -88,13 +95,12 @@ def build_case(
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The last rows q [n, h, D] of a sequence of k and v [L, kv_heads, D] -> [n, h, D] in float64,
-    one row and head at a time."""
+    """The last rows q [n, h, D] of a sequence, k and v [L, kv_heads, D] -> [n, h, D] in float64."""
     rows, heads, _ = q.shape
-    group, start = heads // k.shape[1], len(k) - rows
-    out = torch.empty(q.shape, dtype=torch.float64)
-    for i in range(rows):
-        for head in range(heads):
-            keys, values = (t[: start + i + 1, head // group].double() for t in (k, v))
-            out[i, head] = torch.softmax(keys @ q[i, head].double() * SCALE, dim=0) @ values
-    return out
+    length, kv_heads, _ = k.shape
+    keys, values = (t.double().repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * SCALE
+    position = torch.arange(length, device=q.device)
+    later = position > position[length - rows :, None]
+    weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
