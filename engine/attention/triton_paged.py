@@ -1,4 +1,4 @@
-"""Attention by own Triton kernels: paged decode with split K/V, varlen prefill, any page size.
+"""Attention by Triton kernels: paged decode with split K/V, varlen prefill, any page size.
 
 Shapes: T rows, S sequences, h query heads, D head_dim.
 """
@@ -33,8 +33,8 @@ def attend(
 ) -> torch.Tensor:
     """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch.
     K/V of this step's tokens must stand in the caches. Nothing is read back from the GPU."""
-    from engine.kernels.paged_decode_triton import paged_decode
-    from engine.kernels.paged_prefill_triton import paged_prefill
+    from engine.kernels.decode_triton import paged_decode
+    from engine.kernels.prefill_triton import paged_prefill
 
     num_seqs, _, _, num_decodes = host_meta.tolist()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

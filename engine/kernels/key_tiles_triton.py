@@ -1,4 +1,4 @@
-"""Attention of some query rows to tiles of paged keys: what decode and prefill have in common.
+"""Attention of query rows to tiles of paged keys: what decode and prefill have in common.
 
 Softmax is online, in base 2 (Dao, "FlashAttention-2", 2023). All query heads of a K/V head are rows
 of one program, so that each key and value is read once for them.

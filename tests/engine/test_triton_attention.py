@@ -13,8 +13,8 @@ from tests.support.interpreter import require_interpreter
 require_interpreter()
 
 from engine.attention import triton_paged  # noqa: E402
+from engine.kernels.decode_triton import paged_decode  # noqa: E402
 from engine.kernels.key_tiles_triton import keys_per_tile  # noqa: E402
-from engine.kernels.paged_decode_triton import paged_decode  # noqa: E402
 
 # On both sides of a tile's edge: 32 keys at head_dim 128 in float32 (64 in bf16), and of a chunk 16
 # tokens with two query heads to a K/V head.

@@ -54,7 +54,7 @@ def test_shapes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 33, 64])
 def test_any_number_of_splits(splits: int) -> None:
-    from engine.kernels.paged_decode_triton import paged_decode
+    from engine.kernels.decode_triton import paged_decode
 
     case = build_case(SPANS["decode"], 64, 32, 8, 128, torch.bfloat16).to("cuda")
     case.attend("sdpa")  # stores this step's K/V

@@ -1,4 +1,4 @@
-"""Paged decode with split K/V as two Triton kernels; the reference is engine/attention/sdpa.py.
+"""Paged decode with split K/V as two Triton kernels; the reference is attention/sdpa.py.
 
 The keys of a sequence are split among programs, and their results combined ("Flash-Decoding", Dao
 et al., 2023): one sequence of 8,192 keys and 8 K/V heads would otherwise keep 8 of a GPU's
