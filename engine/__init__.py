@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
+    from engine.call import StreamUpdate
     from engine.comm import (
         Collective,
         CollectiveObserver,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from engine.shape import ModelShape
 
 _HOMES = {
+    "engine.async_llm": ("AsyncLLM",),
+    "engine.call": ("StreamUpdate",),
     "engine.comm": (
         "Collective",
         "CollectiveObserver",
@@ -47,6 +51,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "Collective",
     "CollectiveObserver",
@@ -66,6 +71,7 @@ __all__ = [
     "Site",
     "SoloCommunicator",
     "StepInfo",
+    "StreamUpdate",
     "TokenLogprobs",
 ]
 

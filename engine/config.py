@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -10,7 +11,6 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPILE_MODES = ("off", "layer", "model")
 ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
 COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
-DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -24,7 +24,8 @@ class EngineConfig:
         dtype: of weights, activations and K/V; auto is the checkpoint's.
         load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
         comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
-        device: auto is cuda where a GPU is visible, else cpu.
+        device: auto is cuda where a GPU is visible, else cpu. cuda:2 is GPUs 2, 3, .. for ranks
+            0, 1, .. (cuda is cuda:0), so that one process can put engines on different GPUs.
         enforce_eager: True: no CUDA graphs.
         compile: off | layer (each decoder layer one region) | model (embedding to final norm one
             full graph).
@@ -73,7 +74,6 @@ class EngineConfig:
         choices = {
             "dtype": DTYPES,
             "load_format": LOAD_FORMATS,
-            "device": DEVICES,
             "compile": COMPILE_MODES,
             "attention": ATTENTION_BACKENDS,
             "comm": COMM_PATHS,
@@ -82,6 +82,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise ConfigError(f"device={self.device!r}: give auto, cpu, cuda, or cuda:N")
         at_least_one = ("tp", "max_num_seqs", "max_num_batched_tokens")
         optional = ("max_model_len", "num_pages", "page_size", "threads_per_rank")
         for name in at_least_one + optional:
@@ -108,8 +110,13 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
     """A configuration in which `auto` and None are replaced by what this machine and model make of
-    them (see resolve.py); only `num_pages` may be None still, on a GPU."""
+    them (see resolve.py); only `num_pages` may be None still, on a GPU.
+
+    Attributes:
+        device: cpu or cuda; first_gpu: rank r runs on GPU first_gpu + r.
+    """
 
     max_model_len: int
     page_size: int
     threads_per_rank: int
+    first_gpu: int = 0

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from engine.admission import check_tokens
 from engine.blocks import BlockPool
 from engine.errors import RequestError
 from engine.launched import Launched
+from engine.messages import Results
 from engine.request import FinishReason, Request
 from engine.runner import Runner
 from engine.sampling_plan import SamplingPlan
 from engine.scheduler import Schedule, Scheduler
 from engine.step import StepPlan
+from engine.text import StopText
+from engine.tokenizer import Tokenizer
 
 
 class EngineCore:
@@ -40,6 +44,8 @@ class EngineCore:
         )
         self._vocab_size = runner.shape.vocab_size
         self._eos = runner.shape.eos_token_ids
+        self._tokenizer = Tokenizer(config.model)  # loaded by the first request with stop strings
+        self._streams: set[Request] = set()
         self._next_step = 0
         self._ended: list[Request] = []  # outside a step: refused or aborted
         self._preemptions = 0
@@ -53,9 +59,14 @@ class EngineCore:
         """Queues a request. One that cannot be served comes back from the next step as finished
         with an error; nothing else is touched."""
         try:
-            self._check_ids(request)
+            check_tokens(request, self._vocab_size)
             request.params.check_model(self._vocab_size, self._eos)
+            if request.params.stop:
+                self._tokenizer.decode([])  # raises if there is none
+                request.watched = StopText(self._tokenizer.decode, request.params.stop)
             self._scheduler.add(request)
+            if request.streams:
+                self._streams.add(request)
         except RequestError as error:
             request.finish_reason, request.error = FinishReason.ERROR, str(error)
             request.finished_s = time.perf_counter()
@@ -65,22 +76,21 @@ class EngineCore:
         """Ends a request, which comes back as aborted; unknown or finished ids are ignored."""
         request = self._scheduler.abort(request_id)
         if request is not None:
-            self._ended.append(request)
+            self._end([request])
 
-    def step(self) -> list[Request]:
-        """Runs one step if there is work for one; returns the requests that ended."""
+    def step(self) -> Results:
+        """Runs one step if there is work for one; returns what came of it."""
         begin = time.perf_counter_ns()
         schedule, plan = self.plan()
-        finished, self._ended = self._ended, []
         if plan is None:
-            return finished
+            return self._results([])
         try:
-            finished += self.collect(schedule, self.launch(schedule, plan))
+            results = self.collect(schedule, self.launch(schedule, plan))
         except BaseException:
             self._abandon(schedule)
             raise
         self._runner.record_wall(begin, time.perf_counter_ns())
-        return finished
+        return results
 
     def plan(self) -> tuple[Schedule, StepPlan | None]:
         """Schedules the next step; the plan is None if there is nothing to run."""
@@ -106,22 +116,37 @@ class EngineCore:
             sampling = SamplingPlan.from_schedule(schedule.seqs, self._vocab_size, self._eos)
         return self._runner.launch(plan, sampling)
 
-    def collect(self, schedule: Schedule, launched: Launched) -> list[Request]:
-        """Reads the ids back, appends them, and returns the requests that ended."""
+    def collect(self, schedule: Schedule, launched: Launched) -> Results:
+        """Reads the ids back, appends them, and returns the requests that ended, here or outside of
+        a step, and the tokens of those that stream."""
         sampled = self._runner.collect(launched)
-        finished = self._scheduler.update(schedule, sampled, time.perf_counter())
+        self._ended += self._scheduler.update(schedule, sampled, time.perf_counter())
         launched.keep_logprobs()
-        return finished
+        heard = [s.request for s in schedule.seqs if s.samples] if self._streams else []
+        return self._results(heard)
+
+    def _results(self, sampled: list[Request]) -> Results:
+        finished, self._ended = tuple(self._ended), []
+        if not self._streams:
+            return Results(finished)
+        self._streams.difference_update(finished)
+        heard = [request for request in sampled if request in self._streams]
+        return Results(finished, tuple((r.request_id, r.output_ids[-1]) for r in heard))
 
     def _abandon(self, schedule: Schedule) -> None:
-        """An interrupted step (Ctrl-C, an observer that raises): its requests end as aborted, and
-        since nobody knows which K/V was written, no cached prefix is trusted any more."""
-        for seq in schedule.seqs:
-            self.abort(seq.request.request_id)
+        """A step that raised (an observer, the device): every request ends as aborted, and since
+        nobody knows which K/V was written, no cached prefix is trusted any more."""
+        self._end(self._scheduler.abort_all())
         if self._scheduler.in_flight:
             sampled = [0] * sum(seq.samples for seq in schedule.seqs)
             self._ended += self._scheduler.update(schedule, sampled, time.perf_counter())
         self._pool.reset_prefix_cache()
+
+    def _end(self, aborted: list[Request]) -> None:
+        now = time.perf_counter()
+        for request in aborted:
+            request.finished_s = now
+        self._ended += aborted
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix, those that running requests hold included."""
@@ -133,10 +158,3 @@ class EngineCore:
             "preemptions": self._preemptions,
             "cached_tokens": self._cached_tokens,
         }
-
-    def _check_ids(self, request: Request) -> None:
-        bad = next((t for t in request.prompt_ids if not 0 <= t < self._vocab_size), None)
-        if bad is not None:
-            raise RequestError(
-                f"prompt token id {bad}: this model's ids are in [0, {self._vocab_size})"
-            )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-import threading
+import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from engine.call import Call
+from engine.client import Client, Event
 from engine.comm.types import ObserverFactory
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.group import RankGroup
+from engine.intake import Intake, Prompt
 from engine.messages import (
     Attach,
     Captures,
@@ -27,14 +30,13 @@ from engine.messages import (
     Memory,
     ResetPrefixCache,
 )
-from engine.request import FinishReason, Request, RequestOutput
+from engine.request import Request, RequestOutput
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from engine.shape import ModelShape
 from engine.solo_rank import SoloRank
-
-Prompt = str | Sequence[int]
-_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive ordinals give distant, distinct seeds
+from engine.stream import Stream
+from engine.tokenizer import Tokenizer
 
 
 class LLM:
@@ -46,11 +48,15 @@ class LLM:
     At tp > 1 the ranks are spawned processes, so a script needs the usual
     `if __name__ == "__main__":`.
 
+    Any thread may call anything at any time. What several callers ask is served together, first
+    come, first served; there are no priorities. Ctrl-C ends the call that it strikes.
+
     Attributes:
         config: as asked for; effective: what runs, every `auto` replaced.
         shape: the model's numbers.
         startup: seconds by phase (spawn_s, load_s, compile_s, capture_s, warmup_s, total_s); None
             for a phase that did not happen.
+        intake, client: for the other forms of this API (stream.py, async_llm.py).
 
     Raises:
         ConfigError, CheckpointError: before or while loading.
@@ -58,21 +64,26 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | EngineConfig, **options: Any) -> None:
-        if isinstance(model, EngineConfig):
-            if options:
-                raise TypeError("give an EngineConfig or keyword options, not both")
-            self.config = model
-        else:
-            self.config = EngineConfig(model=str(model), **options)
+        self.config = self.configuration(model, **options)
         self.shape = ModelShape.from_hf(self.config.model)
         resolved = resolve(self.config, self.shape)
         ranks: type[SoloRank] | type[RankGroup] = SoloRank if resolved.tp == 1 else RankGroup
-        self._ranks: SoloRank | RankGroup = ranks(resolved, self.shape)
+        self.client = Client()
+        self._ranks: SoloRank | RankGroup = ranks(resolved, self.shape, self.client.deliver)
+        self.client.connect(self._ranks.send, self._ranks.world)
         self.effective: dict[str, Any] = self._ranks.effective
         self.startup: dict[str, float | None] = self._ranks.startup
-        self._ordinals = itertools.count()
-        self._lock = threading.RLock()
-        self._tokenizer: Any = None
+        self._tokenizer = Tokenizer(self.config.model)
+        self.intake = Intake(self._tokenizer, self.config.seed)
+
+    @staticmethod
+    def configuration(model: str | Path | EngineConfig, **options: Any) -> EngineConfig:
+        """The arguments of an engine as one object."""
+        if isinstance(model, EngineConfig):
+            if options:
+                raise TypeError("give an EngineConfig or keyword options, not both")
+            return model
+        return EngineConfig(model=str(model), **options)
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -81,6 +92,8 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         arrivals_s: Sequence[float] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Runs the prompts to their ends; outputs in the order of the prompts.
 
@@ -88,102 +101,78 @@ class LLM:
             prompts: texts, or token ids.
             params: one for all, or one each.
             arrivals_s: when each request arrives, seconds from this call; None: all at once.
-
-        Calls from several threads are served one after the other.
+            request_ids: names for `abort`, one each; None: the ordinals of the requests.
 
         A request that cannot be served comes back with finish_reason "error" and says why in
         `error`; the others are served.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts is one text: give a list of prompts")
-        if params is None:
-            params = SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        offsets = [0.0] * len(prompts) if arrivals_s is None else list(arrivals_s)
-        for name, given in (("params", each), ("arrivals_s", offsets)):
-            if len(given) != len(prompts):
-                raise RequestError(f"{len(given)} {name} for {len(prompts)} prompts: give one each")
-        encoded = [self._encode(prompt) for prompt in prompts]
-        start = time.perf_counter()
-        requests, refused = [], {}
-        for ids, param, offset in zip(encoded, each, offsets, strict=True):
-            request = self._request([] if isinstance(ids, str) else ids, param, start + offset)
-            requests.append(request)
-            if isinstance(ids, str):
-                request.finish_reason, request.error = FinishReason.ERROR, ids
-                refused[request.request_id] = request
-        with self._lock:
-            finished = self._run([r for r in requests if r.request_id not in refused]) | refused
-        return [
-            RequestOutput.from_request(
-                finished[request.request_id],
-                self._decode(finished[request.request_id]) if isinstance(prompt, str) else None,
-            )
-            for request, prompt in zip(requests, prompts, strict=True)
-        ]
-
-    def _run(self, requests: list[Request]) -> dict[str, Request]:
-        coming = sorted(requests, key=lambda r: r.arrival_s)
-        own = {request.request_id for request in requests}
-        finished: dict[str, Request] = {}
-        next_arrival = 0
+        calls = self.intake.calls(prompts, params, request_ids, arrivals_s)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         try:
-            while len(finished) < len(requests):
-                now = time.perf_counter()
-                due = next_arrival
-                while due < len(coming) and coming[due].arrival_s <= now:
-                    due += 1
-                if due > next_arrival:
-                    self._ranks.submit(coming[next_arrival:due])
-                    next_arrival = due
-                wait_s = coming[due].arrival_s - now if due < len(coming) else None
-                for request in self._ranks.poll(wait_s):
-                    if request.request_id in own:  # else left over from an interrupted call
-                        finished[request.request_id] = request
-        except BaseException:
-            self._drop(requests, finished)
+            self.client.open(calls, events.put)
+            self._run(calls, events)
+        except BaseException:  # an interrupt: nothing of this call may run on into the next
+            self.client.drop(calls)
             raise
-        return finished
+        return [call.output() for call in calls]
 
-    def _drop(self, requests: list[Request], finished: dict[str, Request]) -> None:
-        """After an interrupt: nothing of this call may run on into the next."""
-        try:
-            for request in requests:
-                if request.request_id not in finished:
-                    self._ranks.abort(request.request_id)
-        except Exception:  # the engine is dead; the first error is the one to see
-            return
+    def _run(self, calls: list[Call], events: queue.SimpleQueue[Event]) -> None:
+        of = {request.request_id: call for call in calls for request in call.requests}
+        unfinished = sum(len(call.requests) for call in calls if not call.finished)
+        coming = deque(sorted(calls, key=lambda call: call.requests[0].arrival_s))
+        while unfinished:
+            now = time.perf_counter()
+            due = []
+            while coming and coming[0].requests[0].arrival_s <= now:
+                due.append(coming.popleft())
+            if due:
+                self.client.submit(due)
+            wait_s = max(0.0, coming[0].requests[0].arrival_s - now) if coming else None
+            try:
+                event = events.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+            if isinstance(event, BaseException):
+                raise event
+            assert isinstance(event, Request)
+            of[event.request_id].end(event)
+            unfinished -= 1
 
-    def _request(self, ids: list[int], params: SamplingParams, arrival_s: float) -> Request:
-        ordinal = next(self._ordinals)
-        derived = (self.config.seed + (ordinal + 1) * _SEED_STEP) % 2**63
-        seed = derived if params.seed is None else params.seed
-        return Request(str(ordinal), ids, params, seed, arrival_s)
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> Stream:
+        """Starts the requests and hands out their tokens and text as they come.
 
-    # -- text -------------------------------------------------------------------------------------
+        >>> for update in llm.stream("Hello"):
+        ...     print(update.text, end="", flush=True)
+
+        Args:
+            prompts: one prompt or several, each a text or token ids; params, request_ids: as of
+                `generate`.
+        """
+        listed = [prompts] if _is_one(prompts) else prompts
+        calls = self.intake.calls(listed, params, request_ids, streams=True)  # type: ignore[arg-type]
+        return Stream(self.client, calls)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, all its samples, at any moment and from any thread. It comes back with
+        finish_reason "abort" and what it had. Unknown and finished ids are ignored."""
+        self.client.abort(request_id)
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, loaded at first use."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+        """The checkpoint's tokenizer, loaded at first use.
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.config.model)
-        return self._tokenizer
-
-    def _encode(self, prompt: Prompt) -> list[int] | str:
-        """-> token ids, or what is wrong with the prompt."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError as error:
-            return f"a prompt is a text or a sequence of integer token ids: {error}"
-
-    def _decode(self, request: Request) -> str | None:
-        if request.finish_reason is FinishReason.ERROR:
-            return None
-        return str(self.tokenizer.decode(request.output_ids, skip_special_tokens=True))
+        Raises:
+            RequestError: the model's directory has none that loads.
+        """
+        return self._tokenizer.hf
 
     # -- measuring --------------------------------------------------------------------------------
 
@@ -201,7 +190,8 @@ class LLM:
 
     def counters(self) -> dict[str, int]:
         """Ever-growing counts, summed over ranks: compiles, graph_breaks, cache_hits, cache_misses,
-        captures, triton_builds; and of rank 0 scheduled_steps, preemptions, cached_tokens."""
+        captures, triton_builds; and of rank 0 scheduled_steps, preemptions, cached_tokens. What is
+        compiled and built is counted by process: engines at tp=1 in one process count it all."""
         total: dict[str, int] = {}
         for counts in self._control(Counters()):
             for name, count in counts.items():
@@ -223,13 +213,14 @@ class LLM:
         self._control(ResetPrefixCache())
 
     def _control(self, message: Control) -> list[Any]:
-        with self._lock:
-            return self._ranks.control(message)
+        return self.client.control(message)
 
     # -- life -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Frees the model and ends the ranks; repeatable."""
+        """Frees the model and ends the ranks; repeatable. Who still waits for a request hears a
+        RuntimeError."""
+        self.client.close()
         self._ranks.close()
 
     def __enter__(self) -> LLM:
@@ -242,3 +233,14 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether it is a prompt, not a list of them."""
+    if isinstance(prompts, str) or not len(prompts):
+        return isinstance(prompts, str)
+    try:
+        operator.index(prompts[0])  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

@@ -19,14 +19,16 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    request_id: str
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """Rank 0 to the caller: requests that ended."""
+class Results:
+    """Rank 0 to the caller: requests that ended, and of those that stream and go on, (request id,
+    token id) of each new token."""
 
-    requests: tuple[Request, ...]
+    finished: tuple[Request, ...]
+    tokens: tuple[tuple[str, int], ...] = ()
 
 
 # What every rank does between two steps, each with one reply per rank.
@@ -67,11 +69,36 @@ Control = Attach | Detach | DrainSteps | Counters | Memory | Captures | ResetPre
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """A control message and the number that its replies carry, so that replies to a call that was
+    interrupted are not taken for another's."""
+
+    ticket: int
+    message: Control
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """A rank's answer to a control message."""
+    """A rank's answer. `error`: what the handling raised, in a rank that outlives it (tp=1)."""
 
     rank: int
-    value: Any
+    ticket: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step raised in a rank that outlives it (tp=1); every request has ended."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The ranks are gone and will not come back."""
+
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +120,7 @@ class Failed:
     at_s: float
     # Class name and message of an error that the user can mend (configuration, checkpoint).
     user_error: tuple[str, str] | None = None
+
+
+ToRanks = Submit | Abort | Ask | Close
+FromRanks = Results | Reply | StepFailed | Ready | Failed | Dead

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.sampling_params import SamplingParams
+from engine.text import StopText
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an EOS token was sampled
+    STOP = "stop"  # EOS, a stop id or a stop string; see RequestOutput.stop_reason
     LENGTH = "length"  # max_tokens or max_model_len reached
     ABORT = "abort"
     ERROR = "error"  # the request could not be served; see RequestOutput.error
@@ -34,13 +35,18 @@ class TokenLogprobs:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request inside the engine; the scheduler alone changes it.
+    """One sequence inside the engine, one of the `n` of a prompt; the scheduler alone changes it.
 
     Invariant that block counts rest on: a sampled token is appended to `output_ids` before the next
     step is planned, so `num_tokens` already counts the token whose K/V the next step writes, and
     K/V is needed for positions 0 .. num_tokens-1 at most (the last sampled token never gets any).
 
     Attributes:
+        leader_id: the request whose prompt this one shares: this one waits until that prompt is
+            computed, and then finds its full pages. None: the first of its prompt.
+        streams: whether its caller wants to hear of every token.
+        watched: its text so far, where stop strings need it; rank 0 alone has it.
+        text: the text of a finished request that was watched, cut before its stop string.
         num_computed: positions whose K/V stands in the cache (cached prefix included).
         page_ids: pages of this request in order of position.
         pages_sent: how many of them the ranks' block tables already hold.
@@ -57,6 +63,9 @@ class Request:
     params: SamplingParams
     seed: int
     arrival_s: float
+    leader_id: str | None = None
+    streams: bool = False
+    watched: StopText | None = None
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     page_ids: list[int] = field(default_factory=list)
@@ -69,6 +78,8 @@ class Request:
     token_times_s: list[float] = field(default_factory=list)
     finished_s: float | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -94,18 +105,26 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request. With n > 1 it is the first of the prompt's outputs, and the others, each
+    with tokens, times and reasons of its own, stand in `siblings`.
 
     Attributes (all times in seconds; None where the event did not happen):
+        request_id: the caller's, or the request's ordinal; siblings have it too.
+        sample: 0 .. n-1.
+        token_ids: as generated, the token that ended it included.
+        text: decoded output, cut before the stop string that ended it; None when the prompt was
+            given as ids and no stop string asked for text.
+        stop_reason: the stop token id or stop string that ended it; None after EOS or otherwise.
         queue_s: arrival to the first step that held the request.
         ttft_s: arrival to first token.
         tpot_s: (last token - first token) / (tokens - 1); None for one token.
         e2e_s: arrival to last token.
         token_times_s: when each token was handed out, `time.perf_counter()` seconds.
-        cached_tokens: prompt tokens taken from the prefix cache at first admission.
-        text: decoded output; None when the prompt was given as ids.
+        cached_tokens: prompt tokens taken from the prefix cache at first admission; siblings find
+            the pages of the first output there.
         logprobs: of each output token; None: not asked for.
-        prompt_logprobs: of each prompt token, None for the first; None: not asked for.
+        prompt_logprobs: of each prompt token, None for the first; None: not asked for, as of
+            siblings, whose prompt is the first output's.
     """
 
     request_id: str
@@ -113,6 +132,7 @@ class RequestOutput:
     token_ids: list[int]
     text: str | None
     finish_reason: FinishReason
+    stop_reason: int | str | None
     error: str | None
     arrival_s: float
     queue_s: float | None
@@ -124,19 +144,30 @@ class RequestOutput:
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    sample: int = 0
+    siblings: tuple[RequestOutput, ...] = ()
+
+    @property
+    def samples(self) -> tuple[RequestOutput, ...]:
+        """All n outputs of the prompt, in order."""
+        return (self, *self.siblings)
 
     @classmethod
-    def from_request(cls, request: Request, text: str | None = None) -> RequestOutput:
+    def from_request(
+        cls, request: Request, text: str | None, request_id: str, sample: int
+    ) -> RequestOutput:
+        """`request_id` and `sample`: as in the attributes; a Request has an id of its own."""
         assert request.finish_reason is not None
         times, arrival = request.token_times_s, request.arrival_s
         started, params = request.first_scheduled_s, request.params
         of_prompt = (None, *request.prompt_logprobs)[: len(request.prompt_ids)]
         return cls(
-            request_id=request.request_id,
+            request_id=request_id,
             prompt_token_ids=request.prompt_ids,
             token_ids=request.output_ids,
             text=text,
             finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
             error=request.error,
             arrival_s=arrival,
             queue_s=None if started is None else started - arrival,
@@ -148,4 +179,5 @@ class RequestOutput:
             cached_tokens=request.cached_tokens,
             logprobs=None if params.logprobs is None else tuple(request.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else of_prompt,
+            sample=sample,
         )

@@ -33,7 +33,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         ConfigError: the model or this machine cannot do what is asked.
     """
     shape.check_tp(config.tp)
-    device = _device(config)
+    device, first_gpu = _device(config)
     max_model_len = config.max_model_len or shape.longest_by_default
     if max_model_len > shape.longest:
         raise ConfigError(
@@ -55,6 +55,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     attention = _attention(config, shape, device, dtype)
     decided: dict[str, Any] = {
         "device": device,
+        "first_gpu": first_gpu,
         "dtype": dtype,
         "attention": attention,
         "page_size": config.page_size or PAGE_SIZES[attention],
@@ -76,16 +77,19 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     return resolved
 
 
-def _device(config: EngineConfig) -> str:
+def _device(config: EngineConfig) -> tuple[str, int]:
+    """-> cpu or cuda, and the GPU of rank 0."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = config.device
+    device, _, first = config.device.partition(":")
+    first_gpu = int(first or 0)
     if device == "auto":
         device = "cuda" if visible else "cpu"
-    if device == "cuda" and config.tp > visible:
+    if device == "cuda" and first_gpu + config.tp > visible:
         raise ConfigError(
-            f"tp={config.tp}: needs {config.tp} GPUs, {visible} visible; lower tp or set device=cpu"
+            f"tp={config.tp}: needs {first_gpu + config.tp} GPUs, the first being number "
+            f"{first_gpu}; {visible} visible; lower tp, begin at a lower one or set device=cpu"
         )
-    return device
+    return device, first_gpu
 
 
 def _attention(config: EngineConfig, shape: ModelShape, device: str, dtype: str) -> str:

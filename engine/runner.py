@@ -59,7 +59,8 @@ class Runner:
         self.comm = comm
         self.shape = shape
         on_gpu = config.device == "cuda"
-        self.device = torch.device(f"cuda:{comm.rank}" if on_gpu else config.device)
+        gpu = config.first_gpu + comm.rank
+        self.device = torch.device(f"cuda:{gpu}" if on_gpu else config.device)
         self._use_cache_dir(config.cache_dir)
         self._counted_before = execution.compile_counters()
         begin = time.perf_counter()
@@ -236,10 +237,12 @@ class Runner:
     # -- start-up ---------------------------------------------------------------------------------
 
     def _use_cache_dir(self, cache_dir: str | None) -> None:
-        """One compile cache a rank: ranks that share one race and load each other's code."""
+        """One compile cache a rank and GPU: in a shared one ranks race, and load code that was
+        built for another's GPU."""
         if cache_dir is None:
             return
-        root = Path(cache_dir) / f"rank{self.comm.rank}"
+        gpu = "" if self.device.index is None else f"-gpu{self.device.index}"
+        root = Path(cache_dir) / f"rank{self.comm.rank}{gpu}"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(root / "triton")
 

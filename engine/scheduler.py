@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from engine.admission import check_size
 from engine.blocks import BlockPool
 from engine.errors import RequestError
+from engine.finish import finish_reason
+from engine.invariants import check_scheduler
 from engine.request import FinishReason, Request
 from engine.step import ScheduledSeq
 
@@ -36,6 +39,10 @@ class Scheduler:
     were released: looking its prefix up in each step would cost work linear in its length, where a
     step's work is linear in its batch and its tokens only.
 
+    A request with a leader (`Request.leader_id`) is held out of the queue until the leader's prompt
+    is computed or the leader has ended, in whatever way, and then goes to the head: its arrival was
+    the leader's. Without a prefix cache there is nothing to wait for.
+
     Args:
         max_num_seqs: requests that hold a slot and pages at once.
         max_num_batched_tokens: query tokens of one step; at least max_num_seqs.
@@ -60,6 +67,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}  # every request that has not finished
         self._waiting: deque[Request] = deque()
+        self._held: dict[str, list[Request]] = {}  # by leader, until its prompt is computed
         self._running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: Schedule | None = None
@@ -69,7 +77,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + sum(map(len, self._held.values()))
 
     @property
     def num_running(self) -> int:
@@ -90,28 +98,18 @@ class Scheduler:
         Raises:
             RequestError: it can never be served, or its id is in use.
         """
-        prompt, most = len(request.prompt_ids), request.params.max_tokens
         if request.request_id in self._requests:
             raise RequestError(
                 f"request_id={request.request_id!r} is in use: give each request an id of its own"
             )
-        if prompt == 0:
-            raise RequestError("the prompt has no tokens: give at least 1")
-        if prompt >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt} tokens, but max_model_len={self._max_model_len} allows "
-                f"{self._max_model_len - 1} and one of output: shorten it or raise max_model_len"
-            )
-        # The last sampled token is never fed back, so it needs no K/V.
-        pages = self._pool.pages_for(min(prompt + most, self._max_model_len) - 1)
-        if pages > self._pool.num_pages:
-            raise RequestError(
-                f"a prompt of {prompt} tokens with max_tokens={most} needs {pages} pages of "
-                f"{self._pool.page_size} tokens, but the K/V cache has {self._pool.num_pages}: "
-                "shorten the prompt, lower max_tokens or raise num_pages"
-            )
+        check_size(request, self._max_model_len, self._pool)
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        leader = self._requests.get(request.leader_id or "")
+        shared = self._pool.prefix_cache and len(request.prompt_ids) > self._pool.page_size
+        if leader is not None and not leader.output_ids and shared:
+            self._held.setdefault(leader.request_id, []).append(request)
+        else:
+            self._waiting.append(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state it is. Returns it if it is finished now; None if its
@@ -123,9 +121,19 @@ class Scheduler:
         if self._in_flight and any(seq.request is request for seq in self._in_flight.seqs):
             self._aborted.add(request)
             return None
-        (self._running if request.slot >= 0 else self._waiting).remove(request)
+        held = self._held.get(request.leader_id or "", [])
+        if request in held:
+            held.remove(request)
+        else:
+            (self._running if request.slot >= 0 else self._waiting).remove(request)
         self._finish(request, FinishReason.ABORT)
+        self._let_go([request])
         return request
+
+    def abort_all(self) -> list[Request]:
+        """Ends every request whose step is not in flight, and returns them."""
+        aborted = [self.abort(request_id) for request_id in list(self._requests)]
+        return [request for request in aborted if request is not None]
 
     def schedule(self) -> Schedule:
         """Plans the next step. Empty only when no request is left; then there is no `update`."""
@@ -169,41 +177,15 @@ class Scheduler:
                 self._finish(request, reason)
                 request.finished_s = now_s
                 finished.append(request)
+        if self._held:
+            self._let_go([s.request for s in schedule.seqs if s.samples or s.request.finish_reason])
         if finished:
             self._running = [r for r in self._running if r.finish_reason is None]
         return finished
 
     def check_invariants(self) -> None:
         """Raises AssertionError on an inconsistent state; linear in everything, for tests."""
-        running = self._running
-        everyone = [*running, *self._waiting]
-        assert Counter(everyone) == Counter(self._requests.values())
-        assert all(request.finish_reason is None for request in everyone)
-        slots = [*self._free_slots, *(request.slot for request in running)]
-        assert sorted(slots) == list(range(self._max_num_seqs)), "slots lost or given twice"
-        for request in self._waiting:
-            assert (request.slot, request.num_computed, request.page_ids) == (-1, 0, [])
-            assert not request.token_on_device
-        for request in running:
-            pages = len(request.page_ids)
-            assert len(set(request.page_ids)) == pages and 0 <= request.pages_sent <= pages
-            assert 0 <= request.num_computed < request.num_tokens <= self._max_model_len
-            # A token sampled since the last schedule() has no page yet if it starts a new one.
-            most = self._pool.pages_for(request.num_tokens)
-            assert self._pool.pages_for(request.num_tokens - 1) <= pages <= most
-        held = Counter(page for request in running for page in request.page_ids)
-        for page in range(self._pool.num_pages):
-            assert self._pool.references(page) == held[page], f"references of page {page}"
-        self._pool.check_invariants()
-        seqs = self._in_flight.seqs if self._in_flight else []
-        assert sum(seq.query_len for seq in seqs) <= self._max_num_batched_tokens
-        assert len({seq.request for seq in seqs}) == len(seqs)
-        assert self._aborted <= {seq.request for seq in seqs}
-        for seq in seqs:
-            stop = seq.start + seq.query_len
-            assert seq.query_len >= 1 and seq.start == seq.request.num_computed
-            assert seq.samples == (stop == seq.request.num_tokens)
-            assert stop <= len(seq.request.page_ids) * self._pool.page_size
+        check_scheduler(self)
 
     def _place(self, request: Request, budget: int, schedule: Schedule) -> int:
         """Puts as much of a request into the step as the budget allows; returns the tokens used."""
@@ -260,12 +242,12 @@ class Scheduler:
         request.output_ids.append(token)
         request.token_times_s.append(now_s)
         request.token_on_device = True
-        if token in self._eos and not request.params.ignore_eos:
-            return FinishReason.STOP
-        full = request.num_tokens >= self._max_model_len
-        if full or len(request.output_ids) >= request.params.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return finish_reason(request, self._eos, self._max_model_len)
+
+    def _let_go(self, leaders: Sequence[Request]) -> None:
+        """Puts those who wait for these leaders at the head of the queue, in the same order."""
+        freed = [r for leader in leaders for r in self._held.pop(leader.request_id, ())]
+        self._waiting.extendleft(reversed(freed))
 
     def _publish(self, request: Request, start: int) -> None:
         """Publishes the pages that became full by computing positions start .. num_computed-1."""
@@ -292,6 +274,9 @@ class Scheduler:
         del self._requests[request.request_id]
         self._aborted.discard(request)
         request.finish_reason = reason
+        if request.watched is not None:
+            request.watched.finish()
+            request.text, request.watched = request.watched.text, None
 
 
 def _remaining(request: Request) -> int:

@@ -1,4 +1,4 @@
-"""What a rank's process runs; group.py is the caller's side.
+"""What a rank's process runs; processes.py is the caller's side.
 
 The caller's process holds no rank at tp > 1, so it can always report and kill. Rank 0 plans and
 samples; each step goes from it to the other ranks over a pipe of their own as StepPlan bytes.
@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -25,9 +24,10 @@ from engine.comm.process_group import ProcessGroupCommunicator
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError
-from engine.messages import Abort, Close, Failed, Finished, Ready, Reply, Submit
+from engine.messages import Ask, Close, Failed, Ready, Reply, ToRanks
 from engine.rank import Rank
 from engine.runner import Runner
+from engine.serve import serve
 from engine.shape import ModelShape
 from engine.step import StepPlan
 
@@ -52,7 +52,7 @@ def rank_main(
     """A rank's process; it reports an exception to the caller and exits with 1."""
     # Ctrl-C reaches the whole process group; the caller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[ToRanks] = queue.SimpleQueue()
     watcher = threading.Thread(target=_watch_caller, args=(channels.caller, inbox), daemon=True)
     watcher.start()
     try:
@@ -71,7 +71,7 @@ def rank_main(
         os._exit(1)
 
 
-def _watch_caller(caller: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+def _watch_caller(caller: Connection, inbox: queue.SimpleQueue[ToRanks]) -> None:
     """Moves messages to the inbox, so that the caller's sends never block on a busy rank; ends the
     process when the caller is gone, whatever the main thread waits for."""
     while True:
@@ -87,10 +87,10 @@ def _run_rank(
     shape: ModelShape,
     port: int,
     channels: RankChannels,
-    inbox: queue.SimpleQueue[Any],
+    inbox: queue.SimpleQueue[ToRanks],
 ) -> None:
     if config.device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(config.first_gpu + rank)
     else:
         torch.set_num_threads(config.threads_per_rank)
     comm = ProcessGroupCommunicator(rank, config.tp, config.comm, port, config.timeout_s)
@@ -116,28 +116,20 @@ def _plan_sender(channels: RankChannels) -> Callable[[StepPlan], None]:
 
 
 def _serve(
-    member: Rank, core: EngineCore, channels: RankChannels, inbox: queue.SimpleQueue[Any]
+    member: Rank, core: EngineCore, channels: RankChannels, inbox: queue.SimpleQueue[ToRanks]
 ) -> None:
-    """Rank 0: takes messages between steps, sleeps while there is no work, returns at Close."""
-    caller = channels.caller
-    while True:
-        while not core.has_work or not inbox.empty():
-            message = inbox.get()
-            match message:
-                case Submit(requests):
-                    for request in requests:
-                        core.add(request)
-                case Abort(request_id):
-                    core.abort(request_id)
-                case _:  # what concerns every rank
-                    for peer in channels.steps_out:
-                        peer.send_bytes(_CONTROL + pickle.dumps(message))
-                    if isinstance(message, Close):
-                        return
-                    caller.send(Reply(0, member.handle(message)))
-        finished = core.step()
-        if finished:
-            caller.send(Finished(tuple(finished)))
+    """Rank 0, until Close. What concerns every rank goes to the others by the way of the steps."""
+
+    def tell(message: Ask | Close) -> None:
+        for peer in channels.steps_out:
+            peer.send_bytes(_CONTROL + pickle.dumps(message))
+
+    def control(ask: Ask) -> None:
+        tell(ask)
+        channels.caller.send(Reply(0, ask.ticket, member.handle(ask.message)))
+
+    serve(core, inbox, channels.caller.send, control)
+    tell(Close())
 
 
 def _follow(member: Rank, steps: Connection, caller: Connection) -> None:
@@ -150,7 +142,8 @@ def _follow(member: Rank, steps: Connection, caller: Connection) -> None:
         control = pickle.loads(message[1:])
         if isinstance(control, Close):
             return
-        caller.send(Reply(member.runner.comm.rank, member.handle(control)))
+        rank = member.runner.comm.rank
+        caller.send(Reply(rank, control.ticket, member.handle(control.message)))
 
 
 def _shut_down(runner: Runner, comm: Communicator) -> None:

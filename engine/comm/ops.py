@@ -8,6 +8,7 @@ the one registry of this process, as torch keeps its process groups.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,13 @@ library.define("broadcast(Tensor(a!) x, int comm, int site) -> ()")
 
 def register(comm: Communicator) -> int:
     """Gives `comm` the lowest free key."""
-    key = next(k for k in range(len(_registry) + 1) if k not in _registry)
-    _registry[key] = comm
-    return key
+    # setdefault looks and takes at once: engines may start in several threads.
+    return next(k for k in itertools.count() if _registry.setdefault(k, comm) is comm)
+
+
+def communicators() -> list[Communicator]:
+    """Those of this process that are not closed."""
+    return list(_registry.values())
 
 
 def unregister(key: int) -> None:

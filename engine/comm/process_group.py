@@ -12,7 +12,8 @@ from engine.comm.rendezvous import connect
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Ranks meet through the store at `port` (comm/rendezvous.py).
+    """Ranks meet through the store at `port` (comm/rendezvous.py). With NCCL each rank's GPU is the
+    current one.
 
     Raises whatever torch.distributed raises when a peer does not come within `timeout_s`.
     """
@@ -30,7 +31,9 @@ class ProcessGroupCommunicator(Communicator):
             world_size=world,
             timeout=timeout,
             # Connects NCCL now rather than at the first collective, and names the barrier's GPU.
-            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+            device_id=(
+                torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+            ),
         )
 
     def _all_reduce(self, x: torch.Tensor) -> None:

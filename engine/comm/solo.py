@@ -9,12 +9,18 @@ from engine.comm.types import Site
 
 
 class SoloCommunicator(Communicator):
-    """World of size 1: issues no operator, and no observer hears a collective."""
+    """World of size 1: issues no operator, and no observer hears a collective.
+
+    Attributes:
+        cache_dir: where this engine's compile caches lie, None: nothing of its own. The registry
+            is how engines of one process see each other's.
+    """
 
     path = "solo"
 
-    def __init__(self) -> None:
+    def __init__(self, cache_dir: str | None = None) -> None:
         super().__init__(rank=0, world=1)
+        self.cache_dir = cache_dir
 
     def all_reduce(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         return x

@@ -1,0 +1,194 @@
+"""Client: takes requests to the engine, and what comes back to whoever waits for it"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.call import Call
+from engine.messages import (
+    Abort,
+    Ask,
+    Control,
+    Dead,
+    FromRanks,
+    Reply,
+    Results,
+    StepFailed,
+    Submit,
+    ToRanks,
+)
+from engine.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The newest token of a request that streams and goes on."""
+
+    request_id: str
+    token_id: int
+
+
+Event = Token | Request | BaseException  # a Request: it has ended
+Sink = Callable[[Event], None]  # must not block: it is called on the engine's thread
+
+
+class Client:
+    """Between any number of callers, in any thread, and one engine.
+
+    Args:
+        send: hands a message to rank 0; does not block.
+        world: ranks that reply to a control message.
+
+    Raises (every method but deliver, drop and close):
+        EngineDeadError, RuntimeError: the engine has died, or was closed. Whoever waits hears it.
+    """
+
+    def __init__(self) -> None:
+        self._send: Callable[[ToRanks], None] = _nowhere
+        self._world = 0
+        # Reentrant: the garbage collector may drop a stream while its thread holds the lock.
+        self._lock = threading.RLock()
+        self._calls: dict[str, Call] = {}  # by the caller's id, while a sample of it is unfinished
+        self._sinks: dict[str, tuple[Call, Sink]] = {}  # by request id
+        self._replies: dict[int, queue.SimpleQueue[Reply | BaseException]] = {}
+        self._tickets = itertools.count()
+        self._error: BaseException | None = None
+
+    def connect(self, send: Callable[[ToRanks], None], world: int) -> None:
+        self._send, self._world = send, world
+
+    # -- callers ----------------------------------------------------------------------------------
+
+    def open(self, calls: Sequence[Call], sink: Sink) -> None:
+        """Lets `sink` hear of these calls. One whose id is in use is refused, which its requests
+        say; so is one that was refused before."""
+        with self._lock:
+            self._check()
+            for call in calls:
+                if call.request_id in self._calls:
+                    call.refuse(
+                        f"request_id={call.request_id!r} is in use: give each request an id of "
+                        "its own"
+                    )
+                if not call.finished:
+                    self._calls[call.request_id] = call
+                    self._sinks.update({r.request_id: (call, sink) for r in call.requests})
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Sends the requests of these calls, in order, but for those that have ended already."""
+        with self._lock:
+            self._check()
+            requests = [r for c in calls for r in c.requests if r.finish_reason is None]
+            for call in calls:
+                call.sent = True
+            if requests:
+                self._send(Submit(tuple(requests)))
+
+    def abort(self, request_id: str) -> None:
+        """Ends all samples of a caller's request; they come back as aborted with what they have.
+        Unknown and finished ids are ignored."""
+        with self._lock:
+            self._check()
+            call = self._calls.get(request_id)
+            if call is None:
+                return
+            if call.sent:
+                self._send(Abort(tuple(r.request_id for r in call.requests)))
+                return
+            for request in call.requests:  # it has not arrived yet: the engine knows nothing of it
+                request.finish_reason = FinishReason.ABORT
+                request.finished_s = time.perf_counter()
+                self._finish(request)
+
+    def drop(self, calls: Sequence[Call]) -> None:
+        """Ends what is left of these calls; nobody hears of it."""
+        with self._lock:
+            left = [r.request_id for c in calls for r in c.requests if r.request_id in self._sinks]
+            for request_id in left:
+                call, _ = self._sinks.pop(request_id)
+                self._calls.pop(call.request_id, None)
+            if left and self._error is None:
+                self._send(Abort(tuple(left)))
+
+    def control(self, message: Control) -> list[Any]:
+        """Every rank acts on `message` between the same two steps; -> replies in order of rank.
+        What rank 0 raises while acting, at tp=1, is raised here."""
+        replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+        with self._lock:
+            self._check()
+            ticket = next(self._tickets)
+            self._replies[ticket] = replies
+        try:
+            self._send(Ask(ticket, message))
+            values: dict[int, Any] = {}
+            while len(values) < self._world:
+                reply = replies.get()
+                error = reply.error if isinstance(reply, Reply) else reply
+                if error is not None:
+                    raise error
+                assert isinstance(reply, Reply)
+                values[reply.rank] = reply.value
+        finally:
+            self._replies.pop(ticket, None)
+        return [values[rank] for rank in range(self._world)]
+
+    def close(self) -> None:
+        """Whoever waits now, or calls later, hears that the engine is closed."""
+        self._fail(RuntimeError("the engine is closed"), for_good=True)
+
+    # -- the engine's thread ----------------------------------------------------------------------
+
+    def deliver(self, message: FromRanks) -> None:
+        match message:
+            case Results(finished, tokens):
+                with self._lock:
+                    for request_id, token_id in tokens:
+                        if request_id in self._sinks:  # else its caller has left
+                            self._sinks[request_id][1](Token(request_id, token_id))
+                    for request in finished:
+                        self._finish(request)
+            case Reply(ticket=ticket):
+                replies = self._replies.get(ticket)
+                if replies is not None:
+                    replies.put(message)
+            case StepFailed(error):
+                self._fail(error, for_good=False)
+            case Dead(error):
+                self._fail(error, for_good=True)
+
+    def _finish(self, request: Request) -> None:
+        found = self._sinks.pop(request.request_id, None)
+        if found is None:
+            return
+        call, sink = found
+        if not any(r.request_id in self._sinks for r in call.requests):
+            del self._calls[call.request_id]
+        sink(request)
+
+    def _fail(self, error: BaseException, for_good: bool) -> None:
+        with self._lock:
+            if self._error is not None:
+                return
+            if for_good:
+                self._error = error
+                for replies in list(self._replies.values()):
+                    replies.put(error)
+            sinks = [sink for _, sink in self._sinks.values()]
+            self._sinks.clear()
+            self._calls.clear()
+            for sink in sinks:
+                sink(error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _nowhere(message: ToRanks) -> None:
+    raise AssertionError(f"not connected, but asked to send {message}")

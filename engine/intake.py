@@ -1,0 +1,120 @@
+"""Intake: prompts, parameters and ids as callers give them -> calls of the engine"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.call import Call
+from engine.errors import RequestError
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+# Odd and unlike each other, so that consecutive requests and samples get distant, distinct seeds.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SAMPLE_STEP = 0xD1B54A32D192ED03
+
+
+class Intake:
+    """Numbers requests, encodes prompts, derives seeds. Any thread may call.
+
+    Args:
+        seed: of the engine; requests without one of their own get it plus a step per ordinal.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._ordinals = itertools.count()
+
+    def calls(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        request_ids: Sequence[str] | None = None,
+        arrivals_s: Sequence[float] | None = None,
+        streams: bool = False,
+    ) -> list[Call]:
+        """One call a prompt. One that cannot be read is refused, which the call says.
+
+        Raises:
+            RequestError: as many params, ids or arrivals as prompts are needed, of their types.
+        """
+        count = len(prompts)
+        if params is None:
+            params = SamplingParams()
+        each = [params] * count if isinstance(params, SamplingParams) else list(params)
+        ids = [None] * count if request_ids is None else list(request_ids)
+        offsets = [0.0] * count if arrivals_s is None else list(arrivals_s)
+        for name, given in (("params", each), ("request_ids", ids), ("arrivals_s", offsets)):
+            if len(given) != count:
+                raise RequestError(f"{len(given)} {name} for {count} prompts: give one each")
+        _check_types("params", each, SamplingParams)
+        _check_types("request_ids", [] if request_ids is None else ids, str)
+        now = time.perf_counter()
+        rows = zip(prompts, each, ids, offsets, strict=True)
+        return [
+            self._call(index, prompt, param, request_id, now + offset, streams)
+            for index, (prompt, param, request_id, offset) in enumerate(rows)
+        ]
+
+    def _call(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        arrival_s: float,
+        streams: bool,
+    ) -> Call:
+        ordinal = next(self._ordinals)
+        try:
+            prompt_ids, refusal = self._encode(prompt), None
+        except RequestError as error:
+            prompt_ids, refusal = [], str(error)
+        derived = (self._seed + (ordinal + 1) * _SEED_STEP) % 2**63
+        seed = derived if params.seed is None else params.seed
+        later = params  # of samples 1 ..: they share the prompt, so its log-probabilities too
+        if params.prompt_logprobs is not None:
+            later = replace(params, prompt_logprobs=None)
+        leader = str(ordinal)
+        requests = [
+            Request(
+                leader if sample == 0 else f"{leader}.{sample}",
+                prompt_ids,
+                params if sample == 0 else later,
+                (seed + sample * _SAMPLE_STEP) % 2**63,
+                arrival_s,
+                leader_id=None if sample == 0 else leader,
+                streams=streams,
+            )
+            for sample in range(params.n)
+        ]
+        wants_text = isinstance(prompt, str) or params.stop
+        decode = self._tokenizer.decode if wants_text else None
+        call = Call(leader if request_id is None else request_id, index, requests, decode)
+        if refusal is not None:
+            call.refuse(refusal)
+        return call
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(
+                f"a prompt is a text or a sequence of integer token ids: {error}"
+            ) from error
+
+
+def _check_types(name: str, values: Sequence[Any], kind: type) -> None:
+    bad = next((value for value in values if not isinstance(value, kind)), None)
+    if bad is not None:
+        raise RequestError(f"{name}: {bad!r} is a {type(bad).__name__}: give {kind.__name__}")

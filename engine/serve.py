@@ -1,0 +1,39 @@
+"""Rank 0's loop: takes its caller's messages between steps, runs steps, sends what came of them"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from engine.core import EngineCore
+from engine.messages import Abort, Ask, Close, Results, Submit, ToRanks
+
+
+def serve(
+    core: EngineCore,
+    inbox: queue.SimpleQueue[ToRanks],
+    send: Callable[[Results], None],
+    control: Callable[[Ask], None],
+) -> None:
+    """Runs until Close, asleep while there is nothing to do. What a step raises goes through; the
+    loop may be entered again.
+
+    Args:
+        control: does what a control message asks, on every rank, and replies.
+    """
+    while True:
+        while not core.has_work or not inbox.empty():
+            match inbox.get():
+                case Submit(requests):
+                    for request in requests:
+                        core.add(request)
+                case Abort(request_ids):
+                    for request_id in request_ids:
+                        core.abort(request_id)
+                case Ask() as ask:
+                    control(ask)
+                case Close():
+                    return
+        results = core.step()
+        if results.finished or results.tokens:
+            send(results)
