@@ -81,12 +81,14 @@ class StopText:
         piece = self._pieces.push(token)
         if not piece:
             return ""
-        text = self._held + piece
-        hits = [(text.find(stop), n) for n, stop in enumerate(self._stop) if stop in text]
-        if may_stop and hits:
-            start, n = min(hits)
-            self.found = self._stop[n]
-            return self._hand_out(text[:start], held="")
+        text, before = self._held + piece, len(self._held)
+        if may_stop:
+            # One that ends in the text before was not to stop it then, and does not now.
+            starts = [text.find(stop, max(0, before + 1 - len(stop))) for stop in self._stop]
+            start, n = min(((at, n) for n, at in enumerate(starts) if at >= 0), default=(0, None))
+            if n is not None:
+                self.found = self._stop[n]
+                return self._hand_out(text[:start], held="")
         held = self._beginning(text)
         return self._hand_out(text[: len(text) - held], held=text[len(text) - held :])
 

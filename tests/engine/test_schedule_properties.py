@@ -1,9 +1,4 @@
-"""Random loads on a fake model: whatever is scheduled, the tokens and the K/V are the right ones.
-
-The fake model's K/V of a position is a digest of the whole prefix up to it, computed from the
-digest that it READS at the position before through the request's own pages, as attention would. A
-wrong page, a wrong order, an overwritten or a missing position changes every token after it.
-"""
+"""Random loads on a fake model: whatever is scheduled, tokens and K/V are the right ones."""
 
 from __future__ import annotations
 
@@ -18,92 +13,16 @@ from engine.blocks import BlockPool
 from engine.errors import RequestError
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Schedule, Scheduler
+from engine.scheduler import Scheduler
 from engine.step import StepPlan
-
-VOCAB = 7
-EOS = {0}
-PRIME = 2**61 - 1
-
-
-def extend(digest: int, token: int) -> int:
-    return (digest * 1_000_003 + token + 1) % PRIME
-
-
-def sample(digest: int) -> int:
-    """The fake model's next token: a function of the whole prefix. Token 0 is EOS."""
-    return digest % VOCAB
-
-
-def digests(token_ids: list[int]) -> list[int]:
-    out, digest = [], 0
-    for token in token_ids:
-        digest = extend(digest, token)
-        out.append(digest)
-    return out
-
-
-def reference(
-    prompt: list[int], params: SamplingParams, max_model_len: int
-) -> tuple[list[int], FinishReason]:
-    """What a request alone in an unlimited engine generates."""
-    digest, output = digests(prompt)[-1], []
-    while True:
-        output.append(sample(digest))
-        if output[-1] in EOS and not params.ignore_eos:
-            return output, FinishReason.STOP
-        if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
-            return output, FinishReason.LENGTH
-        digest = extend(digest, output[-1])
-
-
-class FakeModel:
-    """Executes schedules as a rank does: it knows a step from its message alone, keeps block tables
-    and last tokens by slot, and has a K/V store of one digest for each (page, offset)."""
-
-    def __init__(self, page_size: int, num_pages: int, max_num_seqs: int) -> None:
-        self.page_size = page_size
-        self.store: dict[tuple[int, int], int] = {}
-        self.block_tables = [[-1] * num_pages for _ in range(max_num_seqs)]
-        self.last_tokens = [-1] * max_num_seqs
-        self.written: dict[Request, set[int]] = {}  # since the last admission
-
-    def run(self, step: int, schedule: Schedule, pool: BlockPool) -> list[int]:
-        for request in schedule.preempted:
-            self.written.pop(request, None)
-        message = StepPlan.from_schedule(step, schedule.seqs).to_bytes()
-        plan = StepPlan.from_bytes(message)
-        ids, pages = iter(plan.token_ids.tolist()), iter(plan.pages.tolist())
-        sampled = []
-        for row, seq in enumerate(schedule.seqs):
-            slot, start = int(plan.slots[row]), int(plan.starts[row])
-            table = self.block_tables[slot]
-            for index in range(plan.page_counts[row]):
-                table[plan.page_starts[row] + index] = next(pages)
-            stop = start + int(plan.query_lens[row])
-            cells = [(table[p // self.page_size], p % self.page_size) for p in range(stop)]
-            written = self.written.setdefault(seq.request, set())
-            for position in range(start, stop):
-                token = next(ids)
-                token = self.last_tokens[slot] if token < 0 else token
-                before = self.store[cells[position - 1]] if position else 0
-                assert pool.references(cells[position][0]) == 1, "a shared page is written"
-                assert position not in written, "a position is written twice"
-                written.add(position)
-                self.store[cells[position]] = extend(before, token)
-            # What attention reads is this request's own prefix, reused pages included.
-            read = [self.store[cell] for cell in cells]
-            assert read == digests([seq.request.token(p) for p in range(stop)])
-            if plan.samples[row]:
-                self.last_tokens[slot] = sample(read[-1])
-                sampled.append(self.last_tokens[slot])
-        return sampled
+from tests.support.fake_model import EOS, FakeModel, reference
 
 
 @dataclass
 class Load:
     prompts: list[list[int]]
     params: list[SamplingParams]
+    leaders: list[int | None]  # whose prompt each shares, an earlier one's
     arrivals: list[int]  # the step before which each request is added
     aborts: dict[int, list[tuple[int, bool]]]  # step -> (request, while that step is in flight)
     page_size: int
@@ -135,6 +54,12 @@ def loads(draw: st.DrawFn) -> Load:
         )
         for _ in range(count)
     ]
+    leaders: list[int | None] = [None] * count
+    arrivals = [draw(st.sampled_from([0, 0, 1, 2, 9])) for _ in range(count)]
+    for i in range(1, count):  # n > 1: a follower of the request before, or of its leader
+        if draw(st.sampled_from([False, False, True])):
+            leaders[i] = i - 1 if leaders[i - 1] is None else leaders[i - 1]
+            prompts[i], arrivals[i] = prompts[i - 1], arrivals[i - 1]
     params = [
         SamplingParams(
             max_tokens=draw(st.integers(1, 24)),
@@ -146,7 +71,8 @@ def loads(draw: st.DrawFn) -> Load:
     load = Load(
         prompts=prompts,
         params=params,
-        arrivals=[draw(st.sampled_from([0, 0, 1, 2, 9])) for _ in range(count)],
+        leaders=leaders,
+        arrivals=arrivals,
         aborts={},
         page_size=page_size,
         num_pages=1,
@@ -181,8 +107,15 @@ class Run:
         )
         self.model = FakeModel(load.page_size, load.num_pages, load.max_num_seqs)
         self.requests = [
-            Request(str(i), list(prompt), params, seed=i, arrival_s=0.0)
-            for i, (prompt, params) in enumerate(zip(load.prompts, load.params, strict=True))
+            Request(
+                str(i),
+                list(load.prompts[i]),
+                load.params[i],
+                seed=i,
+                arrival_s=0.0,
+                leader_id=None if load.leaders[i] is None else str(load.leaders[i]),
+            )
+            for i in range(len(load.prompts))
         ]
         self.finished: list[Request] = []
         self.preemptions = 0
@@ -220,7 +153,8 @@ class Run:
             assert not hit or seq.start % self.load.page_size == 0
             assert self.load.prefix_cache or not hit or seq.start == 0
         self.preemptions += len(schedule.preempted)
-        sampled = self.model.run(number, schedule, self.pool)
+        message = StepPlan.from_schedule(number, schedule.seqs).to_bytes()
+        sampled = self.model.run(StepPlan.from_bytes(message), schedule, self.pool)
         self.abort(number, in_flight=True)
         self.finished += self.scheduler.update(schedule, sampled, now_s=float(number))
         self.scheduler.check_invariants()
@@ -251,7 +185,7 @@ def test_every_request_ends_with_the_tokens_of_a_run_alone(load: Load) -> None:
     for index, request in enumerate(run.requests):
         if request not in added:
             continue
-        tokens, reason = reference(load.prompts[index], load.params[index], load.max_model_len)
+        tokens, reason, _ = reference(load.prompts[index], load.params[index], load.max_model_len)
         if request.finish_reason is FinishReason.ABORT:
             assert index in aborted
             assert request.output_ids == tokens[: len(request.output_ids)]
@@ -273,6 +207,7 @@ def test_a_prompt_may_be_cut_anywhere(
     load = Load(
         prompts=[prompt] * copies,
         params=[params] * copies,
+        leaders=[None] * copies,
         arrivals=[0, 60][:copies],  # the second one after the end of the first
         aborts={},
         page_size=page_size,
@@ -284,7 +219,7 @@ def test_a_prompt_may_be_cut_anywhere(
     )
     run = Run(load)
     run.drive()
-    tokens, _ = reference(prompt, params, 64)
+    tokens, *_ = reference(prompt, params, 64)
     assert [r.output_ids for r in run.requests] == [tokens] * copies
     if warm:
         assert run.requests[1].cached_tokens == (prompt_len - 1) // page_size * page_size
