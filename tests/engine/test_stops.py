@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from engine.request import Request
 from engine.text import StopText
 from tests.support.checkpoints import Checkpoints
 from tests.support.engines import engine
-from tests.support.tokenizers import EOS, decode, text_checkpoint
+from tests.support.tokenizers import EOS, decode
 
 PROMPTS = ["the cat sat", "öäü €€", "an end of"]
 
@@ -69,12 +68,6 @@ def test_the_models_length_ends_a_request_whatever_min_tokens_says() -> None:
     assert ends(params, [EOS] * 50, max_model_len=10) == (9, "length", None, None)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def llm(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with engine(text_checkpoint(checkpoints), tp=request.param) as llm:
-        yield llm
-
-
 def params(**changes: Any) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 1.0, "seed": 8, "max_tokens": 60, "ignore_eos": True, **changes}
@@ -91,17 +84,17 @@ def by_hand(free: RequestOutput, stop: str) -> tuple[list[int], str]:
     raise AssertionError
 
 
-def test_text_is_cut_before_the_stop_string_and_tokens_are_kept(llm: LLM) -> None:
-    free = llm.generate(PROMPTS, params())
+def test_text_is_cut_before_the_stop_string_and_tokens_are_kept(speaking: LLM) -> None:
+    free = speaking.generate(PROMPTS, params())
     stops = []  # four characters from the middle of each, over several tokens
     for output in free:
         assert output.text is not None
         whole = [i for i, c in enumerate(output.text) if c != "\N{REPLACEMENT CHARACTER}"]
         end = next(i for i in whole if i >= 20)
         stops.append(output.text[end - 3 : end + 1])
-    found = llm.generate(PROMPTS, [params(stop=["never there", stop]) for stop in stops])
+    found = speaking.generate(PROMPTS, [params(stop=["never there", stop]) for stop in stops])
     streamed: dict[int, str] = {}
-    for update in llm.stream(PROMPTS, [params(stop=[stop, "nor this"]) for stop in stops]):
+    for update in speaking.stream(PROMPTS, [params(stop=[stop, "nor this"]) for stop in stops]):
         streamed[update.index] = streamed.get(update.index, "") + (update.text or "")
     for output, without, stop in zip(found, free, stops, strict=True):
         tokens, text = by_hand(without, stop)
@@ -111,57 +104,49 @@ def test_text_is_cut_before_the_stop_string_and_tokens_are_kept(llm: LLM) -> Non
     assert [streamed[i] for i in range(3)] == [output.text for output in found]
 
 
-def test_a_stop_string_that_never_comes_changes_nothing(llm: LLM) -> None:
-    free = llm.generate(PROMPTS, params())
-    watched = llm.generate(PROMPTS, params(stop="never there"))
+def test_a_stop_string_that_never_comes_changes_nothing(speaking: LLM) -> None:
+    free = speaking.generate(PROMPTS, params())
+    watched = speaking.generate(PROMPTS, params(stop="never there"))
     for output, without in zip(watched, free, strict=True):
         assert (output.token_ids, output.text) == (without.token_ids, without.text)
         assert (output.finish_reason, output.stop_reason) == (FinishReason.LENGTH, None)
 
 
-def test_ids_with_a_stop_string_get_text(llm: LLM) -> None:
-    free = llm.generate([[5, 6, 7]], params())[0]
+def test_ids_with_a_stop_string_get_text(speaking: LLM) -> None:
+    free = speaking.generate([[5, 6, 7]], params())[0]
     assert free.text is None
     whole = decode(free.token_ids)
     stop = whole[10:12]
-    output = llm.generate([[5, 6, 7]], params(stop=stop))[0]
+    output = speaking.generate([[5, 6, 7]], params(stop=stop))[0]
     assert output.text == whole[: whole.index(stop)] and output.stop_reason == stop
 
 
-def test_a_stop_id_ends_a_request_and_is_kept(llm: LLM) -> None:
-    free = llm.generate(PROMPTS, params())
+def test_a_stop_id_ends_a_request_and_is_kept(speaking: LLM) -> None:
+    free = speaking.generate(PROMPTS, params())
     for prompt, without in zip(PROMPTS, free, strict=True):
         stop = without.token_ids[30]
-        output = llm.generate([prompt], params(stop_token_ids=[stop]))[0]
+        output = speaking.generate([prompt], params(stop_token_ids=[stop]))[0]
         expected = without.token_ids[: without.token_ids.index(stop) + 1]
         assert (output.token_ids, output.text) == (expected, decode(expected))
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, stop)
 
 
-def test_nothing_ends_a_request_before_min_tokens(llm: LLM) -> None:
+def test_nothing_ends_a_request_before_min_tokens(speaking: LLM) -> None:
     stop = [*range(3, 290)]
-    for output in llm.generate(PROMPTS, params(stop_token_ids=stop, min_tokens=20, stop=["a"])):
+    for output in speaking.generate(
+        PROMPTS, params(stop_token_ids=stop, min_tokens=20, stop=["a"])
+    ):
         assert len(output.token_ids) >= 20
-    for output in llm.generate(PROMPTS, params(stop_token_ids=stop)):
+    for output in speaking.generate(PROMPTS, params(stop_token_ids=stop)):
         assert len(output.token_ids) < 20
 
 
 def test_without_a_tokenizer_only_what_needs_it_is_refused(checkpoints: Checkpoints) -> None:
     path = checkpoints()
-    with engine(path) as llm:
-        assert_needs_tokenizer(llm, path)
-
-
-def test_without_a_tokenizer_over_two_ranks(checkpoints: Checkpoints) -> None:
-    path = checkpoints()
-    with engine(path, tp=2) as llm:
-        assert_needs_tokenizer(llm, path)
-
-
-def assert_needs_tokenizer(llm: LLM, path: Path) -> None:
     prompts: list[Any] = [[1, 2], [1, 2], "text", [3]]
     each = [params(), params(stop="a"), params(), params()]
-    outputs = llm.generate(prompts, each)
+    with engine(path) as llm:
+        outputs = llm.generate(prompts, each)
     for output in outputs[1:3]:
         assert output.finish_reason is FinishReason.ERROR and output.token_ids == []
         assert f"{path} has no tokenizer (tokenizer.json" in str(output.error)

@@ -1,9 +1,12 @@
-"""Small engines on the CPU."""
+"""Small engines on the CPU, and what a test asks of them."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+
+from engine import LLM
 
 SMALL: dict[str, Any] = {
     "enforce_eager": True,
@@ -14,7 +17,16 @@ SMALL: dict[str, Any] = {
 }
 
 
-def engine(path: Path, **options: Any) -> Any:
-    from engine import LLM
-
+def engine(path: Path, **options: Any) -> LLM:
     return LLM(path, **{**SMALL, **options})
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request is left: after a while, in which aborts arrive, no step is run any more."""
+    deadline = time.monotonic() + 10
+    while True:
+        before = llm.counters()["scheduled_steps"]
+        time.sleep(0.05)
+        if llm.counters()["scheduled_steps"] == before:
+            return
+        assert time.monotonic() < deadline, "a request that nobody waits for runs on"
