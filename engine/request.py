@@ -132,7 +132,6 @@ class RequestOutput:
     token_ids: list[int]
     text: str | None
     finish_reason: FinishReason
-    stop_reason: int | str | None
     error: str | None
     arrival_s: float
     queue_s: float | None
@@ -144,6 +143,7 @@ class RequestOutput:
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    stop_reason: int | str | None = None
     sample: int = 0
     siblings: tuple[RequestOutput, ...] = ()
 
