@@ -6,9 +6,10 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.call import Call
 from engine.messages import (
@@ -38,20 +39,32 @@ Event = Token | Request | BaseException  # a Request: it has ended
 Sink = Callable[[Event], None]  # must not block: it is called on the engine's thread
 
 
+class Ranks(Protocol):
+    """solo_rank.SoloRank or group.RankGroup."""
+
+    send: Callable[[ToRanks], None]
+    world: int
+    startup: dict[str, float | None]
+    effective: dict[str, Any]
+
+    def close(self) -> None: ...
+
+
 class Client:
-    """Between any number of callers, in any thread, and one engine.
+    """Between any number of callers, in any thread, and the ranks of one engine, which live as long
+    as it does: a stream keeps its engine alive by holding on to this.
 
     Args:
-        send: hands a message to rank 0; does not block.
-        world: ranks that reply to a control message.
+        start: starts the ranks, given what they are to call with all that they send.
 
-    Raises (every method but deliver, drop and close):
+    Attributes:
+        ranks: as started.
+
+    Raises (every method but drop and close):
         EngineDeadError, RuntimeError: the engine has died, or was closed. Whoever waits hears it.
     """
 
-    def __init__(self) -> None:
-        self._send: Callable[[ToRanks], None] = _nowhere
-        self._world = 0
+    def __init__(self, start: Callable[[Callable[[FromRanks], None]], Ranks]) -> None:
         # Reentrant: the garbage collector may drop a stream while its thread holds the lock.
         self._lock = threading.RLock()
         self._calls: dict[str, Call] = {}  # by the caller's id, while a sample of it is unfinished
@@ -59,9 +72,15 @@ class Client:
         self._replies: dict[int, queue.SimpleQueue[Reply | BaseException]] = {}
         self._tickets = itertools.count()
         self._error: BaseException | None = None
+        deliver = weakref.WeakMethod(self._deliver)  # their threads must not keep this alive
 
-    def connect(self, send: Callable[[ToRanks], None], world: int) -> None:
-        self._send, self._world = send, world
+        def hear(message: FromRanks) -> None:
+            found = deliver()
+            if found is not None:
+                found(message)
+
+        self.ranks = start(hear)
+        self._send = self.ranks.send
 
     # -- callers ----------------------------------------------------------------------------------
 
@@ -127,7 +146,7 @@ class Client:
         try:
             self._send(Ask(ticket, message))
             values: dict[int, Any] = {}
-            while len(values) < self._world:
+            while len(values) < self.ranks.world:
                 reply = replies.get()
                 error = reply.error if isinstance(reply, Reply) else reply
                 if error is not None:
@@ -136,15 +155,16 @@ class Client:
                 values[reply.rank] = reply.value
         finally:
             self._replies.pop(ticket, None)
-        return [values[rank] for rank in range(self._world)]
+        return [values[rank] for rank in range(self.ranks.world)]
 
     def close(self) -> None:
-        """Whoever waits now, or calls later, hears that the engine is closed."""
+        """Ends the ranks; repeatable. Whoever waits, or calls later, hears it."""
         self._fail(RuntimeError("the engine is closed"), for_good=True)
+        self.ranks.close()
 
     # -- the engine's thread ----------------------------------------------------------------------
 
-    def deliver(self, message: FromRanks) -> None:
+    def _deliver(self, message: FromRanks) -> None:
         match message:
             case Results(finished, tokens):
                 with self._lock:
@@ -188,7 +208,3 @@ class Client:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _nowhere(message: ToRanks) -> None:
-    raise AssertionError(f"not connected, but asked to send {message}")

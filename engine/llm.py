@@ -7,6 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,11 +69,9 @@ class LLM:
         self.shape = ModelShape.from_hf(self.config.model)
         resolved = resolve(self.config, self.shape)
         ranks: type[SoloRank] | type[RankGroup] = SoloRank if resolved.tp == 1 else RankGroup
-        self.client = Client()
-        self._ranks: SoloRank | RankGroup = ranks(resolved, self.shape, self.client.deliver)
-        self.client.connect(self._ranks.send, self._ranks.world)
-        self.effective: dict[str, Any] = self._ranks.effective
-        self.startup: dict[str, float | None] = self._ranks.startup
+        self.client = Client(partial(ranks, resolved, self.shape))
+        self.effective: dict[str, Any] = self.client.ranks.effective
+        self.startup: dict[str, float | None] = self.client.ranks.startup
         self._tokenizer = Tokenizer(self.config.model)
         self.intake = Intake(self._tokenizer, self.config.seed)
 
@@ -221,7 +220,6 @@ class LLM:
         """Frees the model and ends the ranks; repeatable. Who still waits for a request hears a
         RuntimeError."""
         self.client.close()
-        self._ranks.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -99,11 +99,11 @@ def _run_rank(
             else:
                 _set_threads(config.threads_per_rank)
             runner = Runner(config, shape, comm)
+            core = EngineCore(runner)
         except BaseException as error:
             comm.close()
             started.put(error)
             return
-        core = EngineCore(runner)
         started.put(Ready(0, runner.startup, runner.effective))
         _serve(Rank(runner, core), core, inbox, deliver)
         runner.close()

@@ -161,13 +161,13 @@ def test_generate_hears_of_no_single_token(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[FromRanks] = []
-    plain = Client.deliver
+    plain = Client._deliver
 
     def heard(client: Client, message: FromRanks) -> None:
         messages.append(message)
         plain(client, message)
 
-    monkeypatch.setattr(Client, "deliver", heard)
+    monkeypatch.setattr(Client, "_deliver", heard)
     with engine(text_checkpoint(checkpoints)) as llm:
         llm.generate(PROMPTS, SEEDED)
         results = [m for m in messages if isinstance(m, Results)]
