@@ -56,9 +56,9 @@ class Drive:
             return
         self._abort(aborts, "planned")
         self.runner.schedule = schedule
-        ids = self.core.launch(plan)
+        launched = self.core.launch(schedule, plan)
         self._abort(aborts, "in flight")
-        self._book(self.core.collect(schedule, ids))
+        self._book(self.core.collect(schedule, launched))
         self._check()
         self._abort(aborts, "collected")
 

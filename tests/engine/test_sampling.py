@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from engine import LLM, FinishReason, RequestOutput, SamplingParams, step_sampler
+from engine.penalties import PenaltyState
 from tests.support.checkpoints import Checkpoints, reference_generate
 from tests.support.greedy import greedy_reference
 from tests.support.sampling import mixed_params, mixed_prompts, small_engine, tokens_reference
@@ -170,11 +172,14 @@ def test_compiled_code_gives_the_same(
         assert tokens(compiled.generate(PROMPTS, PARAMS)) == expected
 
 
-def test_plain_requests_keep_no_state(checkpoints: Checkpoints) -> None:
+def test_plain_requests_keep_no_state(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory for penalties is taken at the first request with one."""
+    made = mock.Mock(wraps=PenaltyState)
+    monkeypatch.setattr("engine.step_sampler.PenaltyState", made)
     with small_engine(checkpoints()) as fresh:
         fresh.generate(PROMPTS[:2], SamplingParams(top_k=5, max_tokens=3))
-        sampler = fresh._ranks._runner._sampling._sampler  # type: ignore[union-attr]
-        assert sampler._penalties is None
+        assert made.call_count == 0
         fresh.generate(PROMPTS[:2], SamplingParams(presence_penalty=0.1, max_tokens=3))
-        assert sampler._penalties is not None
+        assert made.call_count == 1

@@ -10,9 +10,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from engine.blocks import BlockPool
+from engine.launched import Launched
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
+from engine.sampling_plan import SamplingPlan
 from engine.scheduler import Schedule
 from engine.step import StepPlan
 
@@ -108,8 +112,7 @@ class FakeRunner:
     """What EngineCore needs of a runner, around a FakeModel.
 
     Attributes:
-        schedule: of the step to be launched; whoever drives the core sets it.
-        pool: the core's.
+        schedule: of the step to be launched; whoever drives the core sets it. pool: the core's.
     """
 
     def __init__(self, **config: Any) -> None:
@@ -119,10 +122,11 @@ class FakeRunner:
         self.schedule: Schedule | None = None
         self.pool: BlockPool | None = None
 
-    def launch(self, plan: StepPlan) -> list[int]:
-        assert self.schedule is not None and self.pool is not None
+    def launch(self, plan: StepPlan, sampling: SamplingPlan | None) -> Launched:
+        assert sampling is None and self.schedule is not None and self.pool is not None
         message = StepPlan.from_bytes(plan.to_bytes())
-        return self.model.run(message, self.schedule, self.pool)
+        return Launched(torch.tensor(self.model.run(message, self.schedule, self.pool)))
 
-    def collect(self, ids: list[int]) -> list[int]:
-        return ids
+    def collect(self, launched: Launched) -> list[int]:
+        assert launched.ids is not None
+        return launched.ids.tolist()
