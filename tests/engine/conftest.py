@@ -6,7 +6,7 @@ import pytest
 
 from engine import LLM
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import engine
+from tests.support.engines import small_engine
 from tests.support.tokenizers import text_checkpoint
 
 
@@ -20,5 +20,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def speaking(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """An engine with a tokenizer, for tests that leave it as they find it: 4 requests at once, 104
     pages of 8 tokens (4 requests of 208)."""
-    with engine(text_checkpoint(checkpoints), tp=request.param, num_pages=104) as llm:
+    with small_engine(
+        text_checkpoint(checkpoints), tp=request.param, max_num_seqs=4, num_pages=104
+    ) as llm:
         yield llm

@@ -24,7 +24,7 @@ PROMPTS: list[Any] = ["the cat sat", [5, 6, 7], "öäü €€", [1] * 20, "a", 
 
 
 def started(checkpoints: Checkpoints, tp: int) -> AsyncLLM:
-    llm = AsyncLLM(text_checkpoint(checkpoints), **SMALL, tp=tp)
+    llm = AsyncLLM(text_checkpoint(checkpoints), **SMALL, max_num_seqs=4, tp=tp)
     asyncio.run(llm.start())
     return llm
 

@@ -13,8 +13,9 @@ from engine.comm import Collective, CollectiveObserver, Communicator
 from engine.comm.types import StepInfo
 from engine.request import Request
 from tests.support.checkpoints import Checkpoints
+from tests.support.engines import small_engine
 from tests.support.fake_graphs import FakeRecorder, GraphRank
-from tests.support.sampling import mixed_params, mixed_prompts, small_engine
+from tests.support.sampling import mixed_params, mixed_prompts
 from tests.support.threads import run_ranks
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()

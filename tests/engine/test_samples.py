@@ -11,7 +11,7 @@ from engine.blocks import BlockPool
 from engine.request import Request
 from engine.scheduler import Scheduler
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import engine
+from tests.support.engines import small_engine
 from tests.support.tokenizers import decode
 
 PAGE = 8
@@ -68,7 +68,7 @@ def test_samples_stream_each_on_its_own(speaking: LLM) -> None:
 def test_derived_seeds_of_requests_and_samples_differ(checkpoints: Checkpoints) -> None:
     """Without a seed of its own a request's follows from its ordinal: no sample repeats another
     request's."""
-    with engine(checkpoints()) as llm:
+    with small_engine(checkpoints()) as llm:
         outputs = llm.generate([[1, 2]] * 4, params(seed=None, n=4))
         again = llm.generate([[1, 2]] * 4, params(seed=None, n=4))
     drawn = {tuple(s.token_ids) for o in (*outputs, *again) for s in o.samples}
@@ -78,7 +78,8 @@ def test_derived_seeds_of_requests_and_samples_differ(checkpoints: Checkpoints) 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_the_prompt_is_computed_once(checkpoints: Checkpoints, prefix_cache: bool) -> None:
     """27 tokens: 24 in full pages, which the others find; without a prefix cache each computes."""
-    with engine(checkpoints(), prefix_cache=prefix_cache, max_num_batched_tokens=16) as llm:
+    options = {"prefix_cache": prefix_cache, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with small_engine(checkpoints(), **options) as llm:
         output = llm.generate([PROMPT], params(n=4))[0]
         (steps,) = llm.drain_steps()
         assert [len(s.token_ids) for s in output.samples] == [12] * 4
@@ -99,11 +100,11 @@ def test_the_prompt_is_computed_once(checkpoints: Checkpoints, prefix_cache: boo
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_more_samples_than_places(checkpoints: Checkpoints, max_num_seqs: int) -> None:
-    with engine(checkpoints()) as llm:
+    with small_engine(checkpoints()) as llm:
         expected = [s.token_ids for s in llm.generate([PROMPT], params(n=7))[0].samples]
     # 5 pages for one of 39 tokens: of three at once some are preempted, their leader included.
     options = {"max_num_seqs": max_num_seqs, "num_pages": 6, "max_num_batched_tokens": 9}
-    with engine(checkpoints(), **options) as llm:
+    with small_engine(checkpoints(), **options) as llm:
         outputs = llm.generate([PROMPT, [1]], params(n=7))
         assert [s.token_ids for s in outputs[0].samples] == expected
         assert all(len(s.token_ids) == 12 for s in outputs[1].samples)

@@ -14,8 +14,9 @@ import torch
 from engine import LLM, FinishReason, RequestOutput, SamplingParams, step_sampler
 from engine.penalties import PenaltyState
 from tests.support.checkpoints import Checkpoints, reference_generate
+from tests.support.engines import small_engine
 from tests.support.greedy import greedy_reference
-from tests.support.sampling import mixed_params, mixed_prompts, small_engine, tokens_reference
+from tests.support.sampling import mixed_params, mixed_prompts, tokens_reference
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()
 

@@ -14,12 +14,14 @@ from scipy.special import log_softmax
 from engine import LLM, RequestOutput, SamplingParams, TokenLogprobs, sampling_stage
 from engine.launched import Launched
 from engine.logprobs import LogprobTensors
+from engine.parallel import ParallelLMHead
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_plan import SamplingPlan
 from engine.step import ScheduledSeq
 from tests.support.checkpoints import Checkpoints, reference_logits
-from tests.support.sampling import mixed_params, mixed_prompts, small_engine
+from tests.support.engines import small_engine
+from tests.support.sampling import mixed_params, mixed_prompts
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()
 WANTED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
@@ -83,13 +85,13 @@ def test_rows_are_projected_in_slices(
     monkeypatch.setattr(sampling_stage, "PROMPT_ROWS", 7)
     with small_engine(checkpoints()) as sliced:
         sizes: list[int] = []
-        project = sliced._ranks._runner.model.lm_head.partial  # type: ignore[union-attr]
+        project = ParallelLMHead.partial
 
-        def counting(hidden: Any, rows: Any) -> Any:
+        def counting(head: ParallelLMHead, hidden: Any, rows: Any) -> Any:
             sizes.append(len(rows))
-            return project(hidden, rows)
+            return project(head, hidden, rows)
 
-        monkeypatch.setattr(sliced._ranks._runner.model.lm_head, "partial", counting)  # type: ignore[union-attr]
+        monkeypatch.setattr(ParallelLMHead, "partial", counting)
         output = sliced.generate([LONG], WANTED)[0]
     rows = len(LONG) - 1
     assert sizes == [7] * (rows // 7) + [rows % 7] * (rows % 7 > 0) + [1] * 4

@@ -11,7 +11,8 @@ import pytest
 from engine import LLM, Kind, SamplingParams, Site
 from engine.comm import Collective, CollectiveObserver, ObserverContext
 from tests.support.checkpoints import Checkpoints
-from tests.support.sampling import mixed_params, mixed_prompts, small_engine, tokens_reference
+from tests.support.engines import small_engine
+from tests.support.sampling import mixed_params, mixed_prompts, tokens_reference
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()
 

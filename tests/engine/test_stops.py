@@ -13,7 +13,7 @@ from engine.finish import finish_reason
 from engine.request import Request
 from engine.text import StopText
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import engine
+from tests.support.engines import small_engine
 from tests.support.tokenizers import EOS, decode
 
 PROMPTS = ["the cat sat", "öäü €€", "an end of"]
@@ -145,7 +145,7 @@ def test_without_a_tokenizer_only_what_needs_it_is_refused(checkpoints: Checkpoi
     path = checkpoints()
     prompts: list[Any] = [[1, 2], [1, 2], "text", [3]]
     each = [params(), params(stop="a"), params(), params()]
-    with engine(path) as llm:
+    with small_engine(path) as llm:
         outputs = llm.generate(prompts, each)
     for output in outputs[1:3]:
         assert output.finish_reason is FinishReason.ERROR and output.token_ids == []
@@ -157,7 +157,7 @@ def test_a_damaged_tokenizer_is_named(checkpoints: Checkpoints, tmp_path: Path) 
     for file in checkpoints().iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "tokenizer.json").write_text("{")
-    with engine(tmp_path) as llm:
+    with small_engine(tmp_path) as llm:
         bad, good = llm.generate(["text", [1, 2]], params())
     assert f"the tokenizer in {tmp_path} does not load" in str(bad.error)
     assert len(good.token_ids) == 60

@@ -13,7 +13,7 @@ from engine import LLM, FinishReason, RequestError, RequestOutput, SamplingParam
 from engine.client import Client
 from engine.messages import FromRanks, Results
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import assert_idle, engine
+from tests.support.engines import assert_idle, small_engine
 from tests.support.greedy import greedy_reference
 from tests.support.tokenizers import decode, text_checkpoint
 
@@ -168,7 +168,7 @@ def test_generate_hears_of_no_single_token(
         plain(client, message)
 
     monkeypatch.setattr(Client, "_deliver", heard)
-    with engine(text_checkpoint(checkpoints)) as llm:
+    with small_engine(text_checkpoint(checkpoints)) as llm:
         llm.generate(PROMPTS, SEEDED)
         results = [m for m in messages if isinstance(m, Results)]
         assert len(results) == 1 and not results[0].tokens  # all three end in one step

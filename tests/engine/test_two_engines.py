@@ -21,7 +21,7 @@ from engine.comm import CollectiveObserver, ObserverContext, StepInfo
 from engine.comm.ops import _registry, communicators
 from engine.resolve import resolve
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import assert_idle, engine
+from tests.support.engines import assert_idle, small_engine
 from tests.support.greedy import greedy_reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -51,11 +51,12 @@ class CountsThreads(CollectiveObserver):
 def test_two_at_once_keep_their_threads_and_leave_the_callers(checkpoints: Checkpoints) -> None:
     """Two engines of different models, thread counts and page sizes, each driven by two threads."""
     before = torch.get_num_threads()
-    one = engine(checkpoints(), threads_per_rank=2)
-    two = engine(checkpoints(tied=True, num_kv_heads=1), threads_per_rank=3, page_size=4)
+    one = small_engine(checkpoints(), threads_per_rank=2)
+    two = small_engine(checkpoints(tied=True, num_kv_heads=1), threads_per_rank=3, page_size=4)
     with one, two, ThreadPoolExecutor(4) as callers:
         for llm in (one, two):
             llm.attach([CountsThreads])
+            assert_greedy(llm)  # and the reference is there before threads ask for it
         for _ in range(3):
             list(callers.map(assert_greedy, (one, two, one, two)))
         assert one.detach() == [[{(2, "rangefinder-rank0")}]]
@@ -73,7 +74,12 @@ def test_two_at_once_keep_their_threads_and_leave_the_callers(checkpoints: Check
 
 def test_two_groups_of_two_processes_at_once(checkpoints: Checkpoints) -> None:
     path = checkpoints()
-    with engine(path, tp=2) as one, engine(path, tp=2) as two, ThreadPoolExecutor(2) as callers:
+    with (
+        small_engine(path, tp=2) as one,
+        small_engine(path, tp=2) as two,
+        ThreadPoolExecutor(2) as callers,
+    ):
+        assert_greedy(one)
         list(callers.map(assert_greedy, (one, two)))
         one.close()
         assert_greedy(two)
@@ -85,18 +91,18 @@ def test_only_one_may_have_a_compile_cache_of_its_own(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     path, registered = checkpoints(), set(_registry)
-    first = engine(path, cache_dir=str(tmp_path / "a"))
+    first = small_engine(path, cache_dir=str(tmp_path / "a"))
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "a" / "rank0" / "triton")
     with pytest.raises(ConfigError, match=r"cache_dir='.*b': another .* has cache_dir='.*a'"):
-        engine(path, cache_dir=str(tmp_path / "b"))
+        small_engine(path, cache_dir=str(tmp_path / "b"))
     assert len(set(_registry) - registered) == 1
-    with engine(path) as second:  # one without is no conflict, and changes nothing
+    with small_engine(path) as second:  # one without is no conflict, and changes nothing
         assert_greedy(second)
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "a" / "rank0" / "triton")
     first.close()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
     assert "TRITON_CACHE_DIR" not in os.environ
-    with engine(path, cache_dir=str(tmp_path / "b")) as third:
+    with small_engine(path, cache_dir=str(tmp_path / "b")) as third:
         assert_greedy(third)
     assert set(_registry) == registered
 
@@ -132,7 +138,7 @@ def test_an_engine_that_nobody_closes_goes_with_its_last_reference(
         return {t for t in threading.enumerate() if t.name.startswith("rangefinder")}
 
     registered, before = set(_registry), threads()
-    llm = engine(checkpoints(), tp=tp)
+    llm = small_engine(checkpoints(), tp=tp)
     stream = llm.stream([1], GREEDY)
     next(stream)
     gone = weakref.ref(llm)
@@ -174,7 +180,8 @@ print(next(stream).token_ids[0] >= 0)
 def test_interrupts_at_any_moment_harm_nothing(checkpoints: Checkpoints, tp: int) -> None:
     """Ctrl-C while requests are sent, results come (a message is read in two pieces at least) and
     steps run; another thread's calls go on undisturbed."""
-    with engine(checkpoints(), tp=tp, num_pages=400, max_num_batched_tokens=200) as llm:
+    options = {"num_pages": 400, "max_num_seqs": 4, "max_num_batched_tokens": 200}
+    with small_engine(checkpoints(), tp=tp, **options) as llm:
         prompts = [[(n + i) % 97 for i in range(200)] for n in range(25)]
         short = SamplingParams(temperature=0, max_tokens=1)
         llm.generate(prompts, short)

@@ -8,16 +8,16 @@ from typing import Any
 
 from engine import LLM
 
+# Eager, one thread a rank, unless a test says otherwise.
 SMALL: dict[str, Any] = {
     "enforce_eager": True,
     "page_size": 8,
     "device": "cpu",
     "threads_per_rank": 1,
-    "max_num_seqs": 4,
 }
 
 
-def engine(path: Path, **options: Any) -> LLM:
+def small_engine(path: Path, **options: Any) -> LLM:
     return LLM(path, **{**SMALL, **options})
 
 

@@ -6,11 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from engine import LLM
 from engine.sampling_params import SamplingParams
 from tests.support.checkpoints import reference_logits
 
@@ -118,12 +116,6 @@ def tokens_reference(
         if output[-1] in eos and not params.ignore_eos:
             break
     return output
-
-
-def small_engine(path: Path, **options: Any) -> LLM:
-    """On the CPU: eager, one thread a rank, pages of 8 tokens, unless `options` say otherwise."""
-    defaults: dict[str, Any] = {"enforce_eager": True, "page_size": 8, "device": "cpu"}
-    return LLM(path, **{**defaults, "threads_per_rank": 1, **options})
 
 
 def mixed_prompts() -> list[list[int]]:
