@@ -154,14 +154,18 @@ def test_others_are_served_while_siblings_wait_and_then_come_first() -> None:
     add(s, "a.2", "a")
     add(s, "b", None, prompt=1)
     add(s, "c", None, prompt=20)
-    assert s.num_waiting == 5
+    add(s, "d", None, prompt=1)
+    assert s.num_waiting == 6
     # Prompts of 10 in chunks of 4: the third leaves 2 tokens for b and the beginning of c.
     assert [step(s) for _ in range(3)] == [["a"], ["a"], ["a", "b", "c"]]
     assert step(s) == ["a", "b", "c"]  # c began before; the budget is spent
     s.abort("c")
-    # 8 of the 10 are found: 2 tokens to compute for the first, and the rest of the budget.
+    # 8 of the 10 are found: 2 tokens to compute for the first, all that the budget leaves; then
+    # the second, and d, which arrived after them.
     assert step(s) == ["a", "b", "a.1"]
-    assert step(s)[:3] == ["a", "b", "a.1"]
+    assert step(s) == ["a", "b", "a.1", "a.2"]
+    s.abort("b")
+    assert step(s) == ["a", "a.1", "a.2", "d"]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
