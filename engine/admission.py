@@ -1,4 +1,4 @@
-"""Limits of a request that only the model and the cache tell, checked when it is queued"""
+"""Limits of a request that only the model and the cache tell, checked when it is queued."""
 
 from __future__ import annotations
 

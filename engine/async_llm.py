@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine for asyncio"""
+"""AsyncLLM: the engine for asyncio."""
 
 from __future__ import annotations
 

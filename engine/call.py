@@ -1,4 +1,4 @@
-"""Call: one request of a caller, from its prompt to the outputs of all its samples"""
+"""Call: one request of a caller, from its prompt to the outputs of all its samples."""
 
 from __future__ import annotations
 

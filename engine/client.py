@@ -1,4 +1,4 @@
-"""Client: takes requests to the engine, and what comes back to whoever waits for it"""
+"""Client: takes requests to the engine, and what comes back to whoever waits for it."""
 
 from __future__ import annotations
 

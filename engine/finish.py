@@ -1,4 +1,4 @@
-"""Why a request ends: EOS, stop ids and strings, and its length"""
+"""Why a request ends: EOS, stop ids and strings, and its length."""
 
 from __future__ import annotations
 

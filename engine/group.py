@@ -1,4 +1,4 @@
-"""The caller's side of tp > 1: every rank is a process, so the caller can always report and kill"""
+"""The caller's side of tp > 1: every rank is a process that can be heard and killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intake: prompts, parameters and ids as callers give them -> calls of the engine"""
+"""Intake: prompts, parameters and ids as callers give them -> calls of the engine."""
 
 from __future__ import annotations
 

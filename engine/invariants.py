@@ -1,4 +1,4 @@
-"""What must hold of the scheduler between any two of its calls; for tests"""
+"""What must hold of the scheduler between any two of its calls; for tests."""
 
 from __future__ import annotations
 

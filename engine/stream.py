@@ -1,4 +1,4 @@
-"""Stream: an iterator over what comes of requests while they run"""
+"""Stream: an iterator over what comes of requests while they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of a request token by token: whole characters, and its first stop string"""
+"""Text of a request token by token: whole characters, and its first stop string."""
 
 from __future__ import annotations
 

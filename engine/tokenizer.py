@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, loaded when a text is first met"""
+"""The checkpoint's tokenizer, loaded when a text is first met."""
 
 from __future__ import annotations
 
