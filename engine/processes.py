@@ -1,4 +1,4 @@
-"""The processes of an engine at tp > 1 and the pipes to them: one thread reads, another writes.
+"""The rank processes of an engine and the pipes to them: a thread reads, another writes.
 
 No other thread touches a pipe. An interrupt can strike a caller at any instruction, and between two
 reads or two writes of one message it would leave the pipe out of step for good.

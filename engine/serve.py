@@ -1,4 +1,4 @@
-"""Rank 0's loop: takes its caller's messages between steps, runs steps, sends what came of them."""
+"""Rank 0's loop: takes messages between steps, runs steps, sends what came of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's side of tp=1: the one rank runs in the caller's process, on a thread of its own."""
+"""The caller's side of tp=1: the one rank is a thread of the caller's process."""
 
 from __future__ import annotations
 
