@@ -11,6 +11,7 @@ from engine.batch import ForwardBatch
 from engine.step import StepPlan
 
 _ALIGN = 16  # bytes; what compiled code and vectorised kernels expect of a tensor's start
+_HOSTS = 2  # pinned sides, as many as steps may be in flight
 _TOKEN_ARRAYS = 3  # input ids, positions, slot mapping
 
 
@@ -34,7 +35,9 @@ class SamplingRows:
 
 class _Mirror:
     """Named arrays in one host allocation, and the same on the device: one memory on a CPU, pinned
-    memory and a single copy a step on a GPU (a copy costs the host 9 us there, however small).
+    memory and a single copy a step on a GPU (a copy costs the host 9 us there, however small). Of
+    the pinned side there are two, since a step is laid out while the copy of the one before it may
+    still wait for the GPU.
 
     In memory: token arrays, which end where the named ones begin and start the earlier the more
     tokens there are; named arrays; last of them the block tables, of which the first rows count. So
@@ -62,15 +65,35 @@ class _Mirror:
         self._tables, rows = offsets[name], shape[0]
         self._table_row_bytes = nbytes // rows
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._device = torch.zeros_like(self._host, device=device) if on_gpu else self._host
-        self.arrays: dict[str, np.ndarray] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        for name, (shape, dtype) in layout.items():
-            stop = offsets[name] + int(np.prod(shape)) * dtype.itemsize
-            for memory, views in ((self._host, self.arrays), (self._device, self.tensors)):
-                view = memory[offsets[name] : stop].view(dtype).view(shape)
-                views[name] = view.numpy() if views is self.arrays else view  # type: ignore[assignment]
+        memories = [
+            torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+            for _ in range(_HOSTS if on_gpu else 1)
+        ]
+        self._device = torch.zeros_like(memories[0], device=device) if on_gpu else memories[0]
+
+        def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = {}
+            for name, (shape, dtype) in layout.items():
+                stop = offsets[name] + int(np.prod(shape)) * dtype.itemsize
+                found[name] = memory[offsets[name] : stop].view(dtype).view(shape)
+            return found
+
+        self.tensors = views(self._device)
+        self._hosts = [
+            (memory, {name: view.numpy() for name, view in views(memory).items()})
+            for memory in memories
+        ]
+        self._turn = 0
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The host's arrays by name, of the side whose turn it is."""
+        return self._hosts[self._turn][1]
+
+    def turn(self) -> None:
+        """Goes to the other host side. A side may be written again once the step that it was
+        uploaded for has been collected, which orders the copy before."""
+        self._turn = (self._turn + 1) % len(self._hosts)
 
     def token_arrays(self, tokens: int) -> tuple[np.ndarray, torch.Tensor]:
         """-> [3, stride] int64 on host and device, stride >= tokens; rows start aligned."""
@@ -78,18 +101,17 @@ class _Mirror:
         begin = self._named - _TOKEN_ARRAYS * stride * 8
         host, device = (
             memory[begin : self._named].view(torch.int64).view(_TOKEN_ARRAYS, stride)
-            for memory in (self._host, self._device)
+            for memory in (self._hosts[self._turn][0], self._device)
         )
         return host.numpy(), device
 
     def upload(self, tokens: int, rows: int) -> None:
-        """Copies to the device what a step of `tokens` tokens and `rows` sequences needs. The
-        pinned side may be written again once the step's ids have been read back, which orders the
-        copy before."""
-        if self._device is not self._host:
+        """Copies to the device what a step of `tokens` tokens and `rows` sequences needs."""
+        host = self._hosts[self._turn][0]
+        if self._device is not host:
             begin = self._named - _TOKEN_ARRAYS * _stride(tokens) * 8
             stop = self._tables + rows * self._table_row_bytes
-            self._device[begin:stop].copy_(self._host[begin:stop], non_blocking=True)
+            self._device[begin:stop].copy_(host[begin:stop], non_blocking=True)
 
 
 def _stride(tokens: int) -> int:
@@ -162,6 +184,7 @@ class BatchBuffers:
         """
         slots, starts, lens = plan.slots, plan.starts, plan.query_lens
         self._apply_pages(plan)
+        self._mirror.turn()
         arrays, num_seqs = self._mirror.arrays, plan.num_seqs
         ends = np.cumsum(lens, dtype=np.int64)
         seq_of_token = np.repeat(np.arange(num_seqs), lens)

@@ -38,6 +38,8 @@ class EngineConfig:
         num_pages: pages of the cache; None: from free memory (`memory_utilization` of the GPU's
             memory; on a CPU what max_num_seqs requests of max_model_len need, at most
             `cpu_kv_bytes`).
+        overlap: plan and launch the next step while the device works on one, before its ids are
+            read; None: on GPUs.
         prefix_cache: reuse full pages of equal prefixes.
         seed: base of the per-request seeds and of dummy weights.
         threads_per_rank: intra-op threads of one rank on CPU; None: cores // tp.
@@ -64,6 +66,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_utilization: float = 0.9
     cpu_kv_bytes: int = 1 << 30
+    overlap: bool | None = None
     prefix_cache: bool = True
     seed: int = 0
     threads_per_rank: int | None = None

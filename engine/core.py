@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.admission import check_tokens
 from engine.blocks import BlockPool
 from engine.errors import RequestError
 from engine.launched import Launched
 from engine.messages import Results
+from engine.readback import DEPTH
 from engine.request import FinishReason, Request
 from engine.runner import Runner
 from engine.sampling_plan import SamplingPlan
@@ -17,6 +20,16 @@ from engine.scheduler import Schedule, Scheduler
 from engine.step import StepPlan
 from engine.text import StopText
 from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step that was launched and is not collected; `begin_ns`: when it was planned."""
+
+    number: int
+    schedule: Schedule
+    launched: Launched
+    begin_ns: int
 
 
 class EngineCore:
@@ -41,11 +54,15 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             eos_token_ids=runner.shape.eos_token_ids,
+            depth=DEPTH if config.overlap else 1,
         )
         self._vocab_size = runner.shape.vocab_size
         self._eos = runner.shape.eos_token_ids
         self._tokenizer = Tokenizer(config.model)  # loaded by the first request with stop strings
         self._streams: set[Request] = set()
+        self._depth = DEPTH if config.overlap else 1
+        self._flying: deque[_Flying] = deque()
+        self._collected_ns = 0
         self._next_step = 0
         self._ended: list[Request] = []  # outside a step: refused or aborted
         self._preemptions = 0
@@ -53,7 +70,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._ended)
+        return self._scheduler.has_work or bool(self._ended) or bool(self._flying)
 
     def add(self, request: Request) -> None:
         """Queues a request. One that cannot be served comes back from the next step as finished
@@ -79,17 +96,37 @@ class EngineCore:
             self._end([request])
 
     def step(self) -> Results:
-        """Runs one step if there is work for one; returns what came of it."""
+        """Launches the next step, if there is one that can be planned, and collects the oldest one
+        in flight: with overlap, that is the one before it, which the device works on meanwhile.
+        Returns what came of the step that was collected."""
         begin = time.perf_counter_ns()
-        schedule, plan = self.plan()
-        if plan is None:
-            return self._results([])
         try:
-            results = self.collect(schedule, self.launch(schedule, plan))
+            schedule, plan = self.plan()
+            if plan is not None:
+                launched = self.launch(schedule, plan)
+                self._flying.append(_Flying(plan.step, schedule, launched, begin))
+            if self._flying and (plan is None or len(self._flying) == self._depth):
+                return self._land()
         except BaseException:
-            self._abandon(schedule)
+            self._abandon()
             raise
-        self._runner.record_wall(begin, time.perf_counter_ns())
+        return self._results([])
+
+    def settle(self) -> list[Results]:
+        """Collects all steps in flight."""
+        try:
+            return [self._land() for _ in range(len(self._flying))]
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _land(self) -> Results:
+        step = self._flying[0]
+        results = self.collect(step.schedule, step.launched)
+        self._flying.popleft()
+        # What a step waited for the one before it is that one's time.
+        begin, self._collected_ns = max(step.begin_ns, self._collected_ns), time.perf_counter_ns()
+        self._runner.record_wall(step.number, begin, self._collected_ns)
         return results
 
     def plan(self) -> tuple[Schedule, StepPlan | None]:
@@ -133,11 +170,12 @@ class EngineCore:
         heard = [request for request in sampled if request in self._streams]
         return Results(finished, tuple((r.request_id, r.output_ids[-1]) for r in heard))
 
-    def _abandon(self, schedule: Schedule) -> None:
+    def _abandon(self) -> None:
         """A step that raised (an observer, the device): every request ends as aborted, and since
         nobody knows which K/V was written, no cached prefix is trusted any more."""
         self._end(self._scheduler.abort_all())
-        if self._scheduler.in_flight:
+        self._flying.clear()
+        for schedule in self._scheduler.in_flight:
             sampled = [0] * sum(seq.samples for seq in schedule.seqs)
             self._ended += self._scheduler.update(schedule, sampled, time.perf_counter())
         self._pool.reset_prefix_cache()

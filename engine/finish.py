@@ -29,6 +29,7 @@ def finish_reason(
         if request.watched is not None and request.watched.found is not None:
             request.stop_reason = request.watched.found
             return FinishReason.STOP
-    if generated >= params.max_tokens or request.num_tokens >= max_model_len:
+    known = len(request.prompt_ids) + generated  # a step in flight may already add to num_tokens
+    if generated >= params.max_tokens or known >= max_model_len:
         return FinishReason.LENGTH
     return None

@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 
 from engine.logprobs import LogprobTensors
+from engine.readback import Pending
 from engine.sampling_plan import SamplingPlan
 
 
@@ -16,7 +17,8 @@ class Launched:
     """A step that need not be complete before its ids are read.
 
     Attributes:
-        ids: [N] int64, of the sequences that sample; None if none does.
+        ids: [N] int64, of the sequences that sample; None if none does. The next step overwrites
+            them; `pending`: the same on their way to rank 0's host, None on other ranks.
         plan: rank 0's, None on other ranks and where it has nothing to say.
         logprobs: of the plan's logprob_rows; prompt_logprobs: of the step's prompt rows; both None
             where there are no such rows, and on other ranks.
@@ -26,6 +28,7 @@ class Launched:
     plan: SamplingPlan | None = None
     logprobs: LogprobTensors | None = None
     prompt_logprobs: LogprobTensors | None = None
+    pending: Pending | None = None
 
     def keep_logprobs(self) -> None:
         """Hands the log-probabilities to their requests, once the ids have been booked: a request

@@ -37,9 +37,9 @@ class TokenLogprobs:
 class Request:
     """One sequence inside the engine, one of the `n` of a prompt; the scheduler alone changes it.
 
-    Invariant that block counts rest on: a sampled token is appended to `output_ids` before the next
-    step is planned, so `num_tokens` already counts the token whose K/V the next step writes, and
-    K/V is needed for positions 0 .. num_tokens-1 at most (the last sampled token never gets any).
+    Invariant that block counts rest on: when a step is planned, `num_tokens` counts the token whose
+    K/V it writes, be its id known or still in flight, and K/V is needed for positions
+    0 .. num_tokens-1 at most (the last sampled token never gets any).
 
     Attributes:
         leader_id: the request whose prompt this one shares: this one waits until that prompt is
@@ -47,12 +47,15 @@ class Request:
         streams: whether its caller wants to hear of every token.
         watched: its text so far, where stop strings need it; rank 0 alone has it.
         text: the text of a finished request that was watched, cut before its stop string.
-        num_computed: positions whose K/V stands in the cache (cached prefix included).
+        num_computed: positions whose K/V stands in the cache once all steps in flight have run
+            (cached prefix included).
+        steps_in_flight: planned steps that hold this request and are not booked yet;
+            tokens_in_flight: how many of them sample.
         page_ids: pages of this request in order of position.
         pages_sent: how many of them the ranks' block tables already hold.
         slot: row of the block tables and of the last-token buffer while resident, else -1.
-        token_on_device: whether the last token of `output_ids` was sampled in that slot, so that
-            the ranks have it; False again after a preemption.
+        token_on_device: whether its last token was, or will be by a step in flight, sampled in that
+            slot, so that the ranks have it; False again after a preemption.
         logprobs, prompt_logprobs: one entry for each output token, and for each prompt token but
             the first so far as they are computed, if they were asked for; kept over a preemption.
         arrival_s, ...: `time.perf_counter()` seconds, comparable between processes of one host.
@@ -68,6 +71,8 @@ class Request:
     watched: StopText | None = None
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    steps_in_flight: int = 0
+    tokens_in_flight: int = 0
     page_ids: list[int] = field(default_factory=list)
     pages_sent: int = 0
     slot: int = -1
@@ -95,7 +100,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        """Of prompt and output, those in flight included."""
+        return len(self.prompt_ids) + self.num_generated
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of output, those in flight included."""
+        return len(self.output_ids) + self.tokens_in_flight
 
     def token(self, position: int) -> int:
         """The token id at a position of prompt + output."""

@@ -61,6 +61,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "page_size": config.page_size or PAGE_SIZES[attention],
         "comm": _comm(config, device),
         "max_model_len": max_model_len,
+        "overlap": device == "cuda" if config.overlap is None else config.overlap,
         "threads_per_rank": config.threads_per_rank or max(1, _cores() // config.tp),
     }
     asked = {field.name: getattr(config, field.name) for field in fields(config)}

@@ -25,6 +25,7 @@ from engine.kernels import triton_builds
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
+from engine.readback import Readback
 from engine.sampling_plan import SamplingPlan
 from engine.sampling_stage import SamplingStage
 from engine.shape import ModelShape
@@ -87,6 +88,7 @@ class Runner:
             max_num_seqs=config.max_num_seqs,
             vocab_size=shape.vocab_size,
         )
+        self._readback = Readback(config.max_num_seqs, self.device)
         self._steps = StepLog()
         self._execution = execution.build(self.model, self.kv_cache, config.compile)
         first_runs = self._warmup()
@@ -126,6 +128,8 @@ class Runner:
         else:
             launched = self._replay(graphs, bucket, plan, sampling)
         self.comm.step_end(info)
+        if self.comm.rank == 0:
+            launched = replace(launched, pending=self._readback.begin(launched.ids))
         self._steps.append(info, begin, time.perf_counter_ns())
         return launched
 
@@ -166,16 +170,12 @@ class Runner:
 
     def collect(self, launched: Launched) -> list[int]:
         """Waits for the step and returns its sampled ids in the order of the plan's rows."""
-        if launched.ids is not None:
-            return launched.ids.tolist()
-        if self.device.type == "cuda":
-            # Nothing to read, but pinned inputs may not be written again before they are copied.
-            torch.cuda.current_stream().synchronize()
-        return []
+        assert launched.pending is not None, "rank 0 alone collects"
+        return launched.pending.wait()
 
-    def record_wall(self, begin_ns: int, end_ns: int) -> None:
-        """Adds the plan-to-collect time of the newest step to the step log (rank 0)."""
-        self._steps.set_wall(begin_ns, end_ns)
+    def record_wall(self, step: int, begin_ns: int, end_ns: int) -> None:
+        """Adds the plan-to-collect time of a step to the step log (rank 0)."""
+        self._steps.set_wall(step, begin_ns, end_ns)
 
     # -- what may be asked between steps ----------------------------------------------------------
 

@@ -134,7 +134,7 @@ def _add_penalties(columns: dict[str, list[float]], row: int, seq: ScheduledSeq)
     columns["repetition"].append(params.repetition_penalty)
     columns["presence"].append(params.presence_penalty)
     columns["frequency"].append(params.frequency_penalty)
-    if request.token_on_device:
+    if seq.token_on_device:
         return
     columns["fresh_slots"].append(request.slot)
     for name, tokens in (("prompt", request.prompt_ids), ("output", request.output_ids)):

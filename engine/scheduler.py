@@ -39,6 +39,12 @@ class Scheduler:
     were released: looking its prefix up in each step would cost work linear in its length, where a
     step's work is linear in its batch and its tokens only.
 
+    With `depth` 2 a step may be planned while the one before it is in flight: its ids are then not
+    known, and a request whose length will not end it is taken to go on. One that does end has a
+    surplus token in the later step, which is dropped there, and gives up its slot and pages only
+    when that step is booked. Nothing is preempted while a step is in flight: where pages are short,
+    `schedule` says that it must wait.
+
     A request with a leader (`Request.leader_id`) is held out of the queue until the leader's prompt
     is computed or the leader has ended, in whatever way, and then goes to the head: its arrival was
     the leader's. Without a prefix cache there is nothing to wait for.
@@ -48,6 +54,7 @@ class Scheduler:
         max_num_batched_tokens: query tokens of one step; at least max_num_seqs.
         max_model_len: prompt + output tokens of a request at most.
         eos_token_ids: tokens that end a request unless it ignores them.
+        depth: steps in flight at most.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        depth: int = 1,
     ) -> None:
         assert 1 <= max_num_seqs <= max_num_batched_tokens, (max_num_seqs, max_num_batched_tokens)
         self._pool = pool
@@ -70,8 +78,10 @@ class Scheduler:
         self._held: dict[str, list[Request]] = {}  # by leader, until its prompt is computed
         self._running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: Schedule | None = None
-        self._aborted: set[Request] = set()  # to be finished when their step is collected
+        self._depth = depth
+        self._in_flight: deque[Schedule] = deque()
+        self._aborted: set[Request] = set()  # to be finished when their step is booked
+        self._surplus: set[Request] = set()  # finished, but resident until their step is booked
         self._releases = 0  # how often a request has given up its pages
         self._unfit: tuple[Request, int] | None = None  # head that did not fit, releases by then
 
@@ -88,9 +98,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a step is planned and not yet booked by `update`."""
-        return self._in_flight is not None
+    def in_flight(self) -> tuple[Schedule, ...]:
+        """Steps that are planned and not yet booked by `update`, the oldest first."""
+        return tuple(self._in_flight)
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -118,7 +128,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if self._in_flight and any(seq.request is request for seq in self._in_flight.seqs):
+        if request.steps_in_flight:
             self._aborted.add(request)
             return None
         held = self._held.get(request.leader_id or "", [])
@@ -136,23 +146,44 @@ class Scheduler:
         return [request for request in aborted if request is not None]
 
     def schedule(self) -> Schedule:
-        """Plans the next step. Empty only when no request is left; then there is no `update`."""
-        assert self._in_flight is None, "update() the step in flight first"
+        """Plans the next step. Empty when no request is left or when the step in flight must be
+        booked first; then there is no `update`."""
+        assert len(self._in_flight) < self._depth, "update() the step in flight first"
         schedule = Schedule([], [])
-        for request in list(self._running):
+        going = [r for r in self._running if not self._ends(r)]
+        decoding = [r for r in going if _remaining(r) == 1]
+        if self._in_flight and self._pages_short(decoding):
+            return schedule
+        for request in decoding:
             # One that was preempted in this loop has no slot any more.
-            if request.slot >= 0 and _remaining(request) == 1 and self._grow(request, schedule):
+            if request.slot >= 0 and self._grow(request, schedule):
                 self._place(request, 1, schedule)
         budget = self._max_num_batched_tokens - len(schedule.seqs)
-        for request in self._running:
-            if budget and _remaining(request) > 1:
+        for request in going:
+            if budget and request.slot >= 0 and _remaining(request) > 1:
                 budget -= self._place(request, budget, schedule)
         if not schedule.preempted:
             while budget and self._admit_head():
                 budget -= self._place(self._running[-1], budget, schedule)
-        assert schedule.seqs or not self.has_work, "a step without progress"
-        self._in_flight = schedule if schedule.seqs else None
+        waits = bool(self._in_flight) or not self.has_work
+        assert schedule.seqs or waits, "a step without progress"
+        if schedule.seqs:
+            self._in_flight.append(schedule)
         return schedule
+
+    def _ends(self, request: Request) -> bool:
+        """Whether a step in flight will end the request, as far as can be known."""
+        if not request.steps_in_flight:
+            return False
+        full = request.num_tokens >= self._max_model_len
+        done = request.num_generated >= request.params.max_tokens
+        return (request.tokens_in_flight > 0 and (full or done)) or request in self._aborted
+
+    def _pages_short(self, decoding: Sequence[Request]) -> bool:
+        """Whether one of them would have to be preempted."""
+        size = self._pool.page_size
+        wanted = sum(r.num_computed == len(r.page_ids) * size for r in decoding)
+        return wanted > self._pool.num_free
 
     def update(self, schedule: Schedule, sampled: Sequence[int], now_s: float) -> list[Request]:
         """Books a computed step. `sampled`: ids of the sequences that sample, in their order;
@@ -160,16 +191,21 @@ class Scheduler:
 
         Returns the requests that finished, finish_reason and finished_s set.
         """
-        assert schedule is self._in_flight, "not the step in flight"
+        assert schedule is self._in_flight[0], "not the oldest step in flight"
         assert len(sampled) == sum(seq.samples for seq in schedule.seqs)
-        self._in_flight = None
+        self._in_flight.popleft()
         finished: list[Request] = []
         tokens = iter(sampled)
         for seq in schedule.seqs:
             request = seq.request
             token = next(tokens) if seq.samples else None
-            request.num_computed += seq.query_len
-            self._publish(request, seq.start)
+            request.steps_in_flight -= 1
+            request.tokens_in_flight -= seq.samples
+            if request in self._surplus:
+                self._vacate(request)
+                self._surplus.remove(request)
+                continue
+            self._publish(request, seq.start, seq.start + seq.query_len)
             reason = FinishReason.ABORT if request in self._aborted else None
             if token is not None and reason is None:
                 reason = self._append(request, token, now_s)
@@ -191,7 +227,14 @@ class Scheduler:
         """Puts as much of a request into the step as the budget allows; returns the tokens used."""
         start, remaining = request.num_computed, _remaining(request)
         query_len = min(remaining, budget)
-        schedule.seqs.append(ScheduledSeq(request, start, query_len, query_len == remaining))
+        samples = query_len == remaining
+        seq = ScheduledSeq(request, start, query_len, samples, request.token_on_device)
+        schedule.seqs.append(seq)
+        request.num_computed += query_len
+        request.steps_in_flight += 1
+        if samples:
+            request.tokens_in_flight += 1
+            request.token_on_device = True
         return query_len
 
     def _grow(self, request: Request, schedule: Schedule) -> bool:
@@ -241,7 +284,6 @@ class Scheduler:
     def _append(self, request: Request, token: int, now_s: float) -> FinishReason | None:
         request.output_ids.append(token)
         request.token_times_s.append(now_s)
-        request.token_on_device = True
         return finish_reason(request, self._eos, self._max_model_len)
 
     def _let_go(self, leaders: Sequence[Request]) -> None:
@@ -249,11 +291,11 @@ class Scheduler:
         freed = [r for leader in leaders for r in self._held.pop(leader.request_id, ())]
         self._waiting.extendleft(reversed(freed))
 
-    def _publish(self, request: Request, start: int) -> None:
-        """Publishes the pages that became full by computing positions start .. num_computed-1."""
+    def _publish(self, request: Request, start: int, stop: int) -> None:
+        """Publishes the pages that became full by computing positions start .. stop-1."""
         size, prompt = self._pool.page_size, len(request.prompt_ids)
-        for index in range(start // size, request.num_computed // size):
-            first, stop = index * size, (index + 1) * self._pool.page_size
+        for index in range(start // size, stop // size):
+            first, stop = index * size, (index + 1) * size
             tokens = request.prompt_ids[first:stop]
             if stop > prompt:
                 tokens = tokens + request.output_ids[max(first - prompt, 0) : stop - prompt]
@@ -269,7 +311,9 @@ class Scheduler:
         request.slot = -1
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.slot >= 0:
+        if request.steps_in_flight:
+            self._surplus.add(request)
+        elif request.slot >= 0:
             self._vacate(request)
         del self._requests[request.request_id]
         self._aborted.discard(request)

@@ -31,9 +31,14 @@ def serve(
                     for request_id in request_ids:
                         core.abort(request_id)
                 case Ask() as ask:
+                    for results in core.settle():
+                        _send(results, send)
                     control(ask)
                 case Close():
                     return
-        results = core.step()
-        if results.finished or results.tokens:
-            send(results)
+        _send(core.step(), send)
+
+
+def _send(results: Results, send: Callable[[Results], None]) -> None:
+    if results.finished or results.tokens:
+        send(results)

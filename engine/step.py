@@ -33,13 +33,15 @@ _HEADER = struct.Struct(f"<qq{len(_DTYPES)}q")
 class ScheduledSeq:
     """One sequence of a step: query tokens at positions start .. start+query_len-1.
 
-    `samples` is True when the last of them is the sequence's last known token.
+    `samples` is True when the last of them is the sequence's last token so far, and
+    `token_on_device` when that one was sampled in its slot, by a step that may still be in flight.
     """
 
     request: Request
     start: int
     query_len: int
     samples: bool
+    token_on_device: bool = False
 
     @property
     def generated(self) -> int:
@@ -134,7 +136,7 @@ class StepPlan:
             if params.prompt_logprobs is not None:
                 before = len(token_ids) - seq.start
                 prompt_rows.extend(before + position for position in seq.prompt_positions)
-            if seq.samples and seq.query_len == 1 and request.token_on_device:
+            if seq.samples and seq.query_len == 1 and seq.token_on_device:
                 token_ids.append(-1)
             else:
                 stop = seq.start + seq.query_len

@@ -19,7 +19,8 @@ STEP_DTYPE = np.dtype(
         ("replayed", "?"),  # as a CUDA graph; the other steps of such an engine run uncaptured
         ("begin_ns", "i8"),  # forward and sampling on this rank, time.perf_counter_ns
         ("end_ns", "i8"),
-        ("wall_begin_ns", "i8"),  # rank 0: plan to collect; other ranks: as begin_ns, end_ns
+        ("wall_begin_ns", "i8"),  # rank 0: plan to collect, less what the step before took of it;
+        # other ranks: as begin_ns, end_ns
         ("wall_end_ns", "i8"),
     ]
 )
@@ -50,10 +51,12 @@ class StepLog:
         )
         self._count += 1
 
-    def set_wall(self, begin_ns: int, end_ns: int) -> None:
-        """Stamps the newest row with the time from its plan to its collect."""
-        row = self._rows[self._count - 1]
-        row["wall_begin_ns"], row["wall_end_ns"] = begin_ns, end_ns
+    def set_wall(self, step: int, begin_ns: int, end_ns: int) -> None:
+        """Stamps the row of a step, if it was not drained already: steps are logged in order."""
+        row = step - int(self._rows[0]["step"])
+        if 0 <= row < self._count:
+            self._rows[row]["wall_begin_ns"] = begin_ns
+            self._rows[row]["wall_end_ns"] = end_ns
 
     def drain(self) -> np.ndarray:
         rows = self._rows[: self._count].copy()
