@@ -61,8 +61,7 @@ def mixed_step(own: BatchBuffers) -> StepPlan:
     own.fill(first)
     own.last_tokens[2] = 77
     a.output_ids.append(77)
-    a.token_on_device = True
-    seqs = [ScheduledSeq(a, 5, 1, True), ScheduledSeq(b, 6, 1, True)]
+    seqs = [ScheduledSeq(a, 5, 1, True, True), ScheduledSeq(b, 6, 1, True)]
     return StepPlan.from_schedule(1, seqs)
 
 
@@ -87,8 +86,9 @@ def test_padding_reads_and_writes_what_belongs_to_nobody() -> None:
     own.last_tokens[2], own.last_tokens[0] = 77, 66
     for seq, token in ((a, 77), (b, 66)):
         seq.output_ids.append(token)
-        seq.token_on_device = True
-    plan = StepPlan.from_schedule(1, [ScheduledSeq(a, 5, 1, True), ScheduledSeq(b, 7, 1, True)])
+    plan = StepPlan.from_schedule(
+        1, [ScheduledSeq(a, 5, 1, True, True), ScheduledSeq(b, 7, 1, True, True)]
+    )
     own.load(plan, 4)
     batch, rows = own.views(4, 4, (4, 1, 12, 4), all_greedy=False)
     own.fetch_known(batch.input_ids, 4)

@@ -22,7 +22,7 @@ def make(prompt: list[int], output: list[int], slot: int, **params: object) -> R
 
 
 def decode(request: Request) -> ScheduledSeq:
-    return ScheduledSeq(request, request.num_tokens - 1, 1, True)
+    return ScheduledSeq(request, request.num_tokens - 1, 1, True, request.token_on_device)
 
 
 def test_columns() -> None:

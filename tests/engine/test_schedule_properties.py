@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +13,7 @@ from engine.blocks import BlockPool
 from engine.errors import RequestError
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Schedule, Scheduler
 from engine.step import StepPlan
 from tests.support.fake_model import EOS, FakeModel, reference
 
@@ -31,6 +31,7 @@ class Load:
     budget: int
     max_model_len: int
     prefix_cache: bool
+    depth: int = 1
 
     def pages_needed(self, index: int) -> int:
         most = len(self.prompts[index]) + self.params[index].max_tokens
@@ -80,6 +81,7 @@ def loads(draw: st.DrawFn) -> Load:
         budget=max_num_seqs + draw(st.integers(0, 12)),
         max_model_len=draw(st.sampled_from([8, 24, 64, 64])),
         prefix_cache=draw(st.booleans()),
+        depth=draw(st.sampled_from([1, 2])),
     )
     # Mostly tight: just enough for the largest request, so that preemption is common.
     needed = [load.pages_needed(i) for i in range(count)]
@@ -104,7 +106,9 @@ class Run:
             max_num_batched_tokens=load.budget,
             max_model_len=load.max_model_len,
             eos_token_ids=EOS,
+            depth=load.depth,
         )
+        self.flying: deque[tuple[Schedule, list[int]]] = deque()
         self.model = FakeModel(load.page_size, load.num_pages, load.max_num_seqs)
         self.requests = [
             Request(
@@ -136,11 +140,20 @@ class Run:
 
     def step(self, number: int) -> None:
         self.abort(number, in_flight=False)
-        decoding = [r for r in self.requests if r.slot >= 0 and r.num_tokens - r.num_computed == 1]
+        ends = self.scheduler._ends
+        decoding = [
+            r
+            for r in self.requests
+            if r.finish_reason is None
+            and r.slot >= 0
+            and r.num_tokens - r.num_computed == 1
+            and not ends(r)
+        ]
         resident = {r: r.num_computed for r in self.requests if r.slot >= 0}
         schedule = self.scheduler.schedule()
         self.scheduler.check_invariants()
         if not schedule.seqs:
+            self.book(number)
             return
         assert sum(seq.query_len for seq in schedule.seqs) <= self.load.budget
         served = {seq.request: seq for seq in schedule.seqs}
@@ -155,9 +168,17 @@ class Run:
         self.preemptions += len(schedule.preempted)
         message = StepPlan.from_schedule(number, schedule.seqs).to_bytes()
         sampled = self.model.run(StepPlan.from_bytes(message), schedule, self.pool)
+        self.flying.append((schedule, sampled))
         self.abort(number, in_flight=True)
-        self.finished += self.scheduler.update(schedule, sampled, now_s=float(number))
-        self.scheduler.check_invariants()
+        if len(self.flying) == self.load.depth:
+            self.book(number)
+
+    def book(self, number: int) -> None:
+        """The oldest step in flight, if there is one."""
+        if self.flying:
+            schedule, sampled = self.flying.popleft()
+            self.finished += self.scheduler.update(schedule, sampled, now_s=float(number))
+            self.scheduler.check_invariants()
 
     def drive(self) -> None:
         last = max(self.load.arrivals)
@@ -165,7 +186,7 @@ class Run:
             for index, arrival in enumerate(self.load.arrivals):
                 if arrival == number:
                     self.add(index)
-            if number > last and not self.scheduler.has_work:
+            if number > last and not (self.scheduler.has_work or self.flying):
                 return
             self.step(number)
         raise AssertionError("no end in 2,000 steps")

@@ -331,7 +331,7 @@ def test_hits_of_a_failed_admission_are_not_kept() -> None:
         engine.step()  # old grows to five pages, all there are
     assert engine.pool.match(young.prompt_ids + young.output_ids, 3) == []
     schedule = engine.schedule()
-    assert table(schedule) == [("young", 0, young.num_tokens, True)]
+    assert table(schedule) == [("young", 0, young.num_tokens - 1, True)]
     engine.update(schedule)
     engine.finish_all()
     assert len(young.output_ids) == 6

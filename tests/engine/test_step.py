@@ -25,11 +25,11 @@ def make(name: str, prompt: list[int], slot: int, pages: list[int], **kwargs: ob
 def mixed() -> tuple[list[ScheduledSeq], StepPlan]:
     """A decode, a prompt chunk that ends nothing, and a whole prompt, with page size 4."""
     decode = make("d", [1, 2, 3], 5, [9, 4], output_ids=[30, 31], num_computed=4)
-    decode.token_on_device, decode.pages_sent = True, 1
+    decode.pages_sent = 1
     chunk = make("c", list(range(10, 20)), 0, [7, 8, 1], num_computed=4, pages_sent=3)
     whole = make("w", [40, 41], 2, [3])
     seqs = [
-        ScheduledSeq(decode, 4, 1, True),
+        ScheduledSeq(decode, 4, 1, True, token_on_device=True),
         ScheduledSeq(chunk, 4, 3, False),
         ScheduledSeq(whole, 0, 2, True),
     ]

@@ -77,6 +77,7 @@ class FakeModel:
         self.block_tables = [[-1] * num_pages for _ in range(max_num_seqs)]
         self.last_tokens = [-1] * max_num_seqs
         self.written: dict[Request, set[int]] = {}  # since the last admission
+        self.tokens: dict[Request, list[int]] = {}  # prompt and all that was sampled
 
     def run(self, plan: StepPlan, schedule: Schedule, pool: BlockPool) -> list[int]:
         for request in schedule.preempted:
@@ -101,10 +102,15 @@ class FakeModel:
                 self.store[cells[position]] = extend(before, token)
             # What attention reads is this request's own prefix, reused pages included.
             read = [self.store[cell] for cell in cells]
-            assert read == digests([seq.request.token(p) for p in range(stop)])
+            tokens = self.tokens.setdefault(seq.request, list(seq.request.prompt_ids))
+            booked = seq.request.prompt_ids + seq.request.output_ids
+            assert tokens[: len(booked)] == booked, "the host knows other tokens"
+            assert read == digests(tokens[:stop])
             if plan.samples[row]:
+                assert stop == len(tokens)
                 self.last_tokens[slot] = sample(read[-1])
                 sampled.append(self.last_tokens[slot])
+                tokens.append(self.last_tokens[slot])
         return sampled
 
 
@@ -116,7 +122,7 @@ class FakeRunner:
     """
 
     def __init__(self, **config: Any) -> None:
-        self.config = SimpleNamespace(model="no such folder", **config)
+        self.config = SimpleNamespace(model="no such folder", **{"overlap": False, **config})
         self.shape = SimpleNamespace(eos_token_ids=tuple(EOS), vocab_size=VOCAB)
         self.model = FakeModel(config["page_size"], config["num_pages"], config["max_num_seqs"])
         self.schedule: Schedule | None = None
