@@ -64,6 +64,7 @@ class EngineSection:
     max_num_seqs: int | None = None  # requests in the cache at once; null: the largest batch
     max_num_batched_tokens: int | None = None  # query tokens of a step; null: the engine's default
     num_pages: int | None = None  # pages of the K/V cache; null: from free memory
+    overlap: bool | None = None  # plan a step while the one before it runs; null: on GPUs
     prefix_cache: bool = False  # reuse K/V of equal prefixes; off: repeats do equal work
     memory_utilization: float = 0.9  # share of a GPU's memory for weights and cache
     threads_per_rank: int | None = None  # intra-op threads of a CPU rank; null: cores // tp

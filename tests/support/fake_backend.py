@@ -203,7 +203,7 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
         },
         "engine": {
             "max_model_len": None, "max_num_seqs": 16, "max_num_batched_tokens": None,
-            "num_pages": None, "prefix_cache": False, "memory_utilization": 0.9,
+            "num_pages": None, "overlap": None, "prefix_cache": False, "memory_utilization": 0.9,
             "threads_per_rank": None, "seed": 0,
         },
         "measure": {
