@@ -11,6 +11,8 @@ from engine.blocks import BlockPool
 from engine.errors import RequestError
 from engine.finish import finish_reason
 from engine.invariants import check_scheduler
+from engine.lookahead import ends_in_flight, pages_short, remaining
+from engine.prefix import publish_pages
 from engine.request import FinishReason, Request
 from engine.step import ScheduledSeq
 
@@ -39,15 +41,13 @@ class Scheduler:
     were released: looking its prefix up in each step would cost work linear in its length, where a
     step's work is linear in its batch and its tokens only.
 
-    With `depth` 2 a step may be planned while the one before it is in flight: its ids are then not
-    known, and a request whose length will not end it is taken to go on. One that does end has a
-    surplus token in the later step, which is dropped there, and gives up its slot and pages only
-    when that step is booked. Nothing is preempted while a step is in flight: where pages are short,
-    `schedule` says that it must wait.
+    With `depth` 2 a step may be planned while the one before it, whose ids are not known, is in
+    flight. A request whose length will not end it is taken to go on; one that does end has a token
+    too many in the later step, and gives up slot and pages when that is booked. Nothing is
+    preempted while a step is in flight.
 
-    A request with a leader (`Request.leader_id`) is held out of the queue until the leader's prompt
-    is computed or the leader has ended, in whatever way, and then goes to the head: its arrival was
-    the leader's. Without a prefix cache there is nothing to wait for.
+    With a prefix cache, a request with a leader (`Request.leader_id`) is held until the leader's
+    prompt is computed or the leader has ended, and then goes to the head: it arrived with it.
 
     Args:
         max_num_seqs: requests that hold a slot and pages at once.
@@ -150,9 +150,12 @@ class Scheduler:
         booked first; then there is no `update`."""
         assert len(self._in_flight) < self._depth, "update() the step in flight first"
         schedule = Schedule([], [])
-        going = [r for r in self._running if not self._ends(r)]
-        decoding = [r for r in going if _remaining(r) == 1]
-        if self._in_flight and self._pages_short(decoding):
+        ending = self._aborted | {
+            r for r in self._running if ends_in_flight(r, self._max_model_len)
+        }
+        going = [r for r in self._running if r not in ending]
+        decoding = [r for r in going if remaining(r) == 1]
+        if self._in_flight and pages_short(self._pool, decoding):
             return schedule
         for request in decoding:
             # One that was preempted in this loop has no slot any more.
@@ -160,30 +163,15 @@ class Scheduler:
                 self._place(request, 1, schedule)
         budget = self._max_num_batched_tokens - len(schedule.seqs)
         for request in going:
-            if budget and request.slot >= 0 and _remaining(request) > 1:
+            if budget and request.slot >= 0 and remaining(request) > 1:
                 budget -= self._place(request, budget, schedule)
         if not schedule.preempted:
             while budget and self._admit_head():
                 budget -= self._place(self._running[-1], budget, schedule)
-        waits = bool(self._in_flight) or not self.has_work
-        assert schedule.seqs or waits, "a step without progress"
+        assert schedule.seqs or self._in_flight or not self.has_work, "a step without progress"
         if schedule.seqs:
             self._in_flight.append(schedule)
         return schedule
-
-    def _ends(self, request: Request) -> bool:
-        """Whether a step in flight will end the request, as far as can be known."""
-        if not request.steps_in_flight:
-            return False
-        full = request.num_tokens >= self._max_model_len
-        done = request.num_generated >= request.params.max_tokens
-        return (request.tokens_in_flight > 0 and (full or done)) or request in self._aborted
-
-    def _pages_short(self, decoding: Sequence[Request]) -> bool:
-        """Whether one of them would have to be preempted."""
-        size = self._pool.page_size
-        wanted = sum(r.num_computed == len(r.page_ids) * size for r in decoding)
-        return wanted > self._pool.num_free
 
     def update(self, schedule: Schedule, sampled: Sequence[int], now_s: float) -> list[Request]:
         """Books a computed step. `sampled`: ids of the sequences that sample, in their order;
@@ -205,7 +193,7 @@ class Scheduler:
                 self._vacate(request)
                 self._surplus.remove(request)
                 continue
-            self._publish(request, seq.start, seq.start + seq.query_len)
+            publish_pages(self._pool, request, seq.start, seq.start + seq.query_len)
             reason = FinishReason.ABORT if request in self._aborted else None
             if token is not None and reason is None:
                 reason = self._append(request, token, now_s)
@@ -225,9 +213,9 @@ class Scheduler:
 
     def _place(self, request: Request, budget: int, schedule: Schedule) -> int:
         """Puts as much of a request into the step as the budget allows; returns the tokens used."""
-        start, remaining = request.num_computed, _remaining(request)
-        query_len = min(remaining, budget)
-        samples = query_len == remaining
+        start, left = request.num_computed, remaining(request)
+        query_len = min(left, budget)
+        samples = query_len == left
         seq = ScheduledSeq(request, start, query_len, samples, request.token_on_device)
         schedule.seqs.append(seq)
         request.num_computed += query_len
@@ -291,17 +279,6 @@ class Scheduler:
         freed = [r for leader in leaders for r in self._held.pop(leader.request_id, ())]
         self._waiting.extendleft(reversed(freed))
 
-    def _publish(self, request: Request, start: int, stop: int) -> None:
-        """Publishes the pages that became full by computing positions start .. stop-1."""
-        size, prompt = self._pool.page_size, len(request.prompt_ids)
-        for index in range(start // size, stop // size):
-            first, stop = index * size, (index + 1) * size
-            tokens = request.prompt_ids[first:stop]
-            if stop > prompt:
-                tokens = tokens + request.output_ids[max(first - prompt, 0) : stop - prompt]
-            parent = request.page_ids[index - 1] if index else None
-            self._pool.publish(request.page_ids[index], parent, tokens)
-
     def _vacate(self, request: Request) -> None:
         """Takes pages and slot from a resident request."""
         self._pool.release(request.page_ids)
@@ -321,8 +298,3 @@ class Scheduler:
         if request.watched is not None:
             request.watched.finish()
             request.text, request.watched = request.watched.text, None
-
-
-def _remaining(request: Request) -> int:
-    """Tokens still to be computed before the request samples; 1 while it decodes."""
-    return request.num_tokens - request.num_computed

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.blocks import BlockPool
 from engine.errors import RequestError
+from engine.lookahead import ends_in_flight
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Schedule, Scheduler
@@ -140,14 +141,14 @@ class Run:
 
     def step(self, number: int) -> None:
         self.abort(number, in_flight=False)
-        ends = self.scheduler._ends
         decoding = [
             r
             for r in self.requests
             if r.finish_reason is None
             and r.slot >= 0
             and r.num_tokens - r.num_computed == 1
-            and not ends(r)
+            and r not in self.scheduler._aborted
+            and not ends_in_flight(r, self.load.max_model_len)
         ]
         resident = {r: r.num_computed for r in self.requests if r.slot >= 0}
         schedule = self.scheduler.schedule()
