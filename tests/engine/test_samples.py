@@ -98,6 +98,17 @@ def test_the_prompt_is_computed_once(checkpoints: Checkpoints, prefix_cache: boo
         assert sample.queue_s > (output.ttft_s or 0) or not prefix_cache
 
 
+def test_log_probabilities_of_the_prompt_stand_in_the_first_output(speaking: LLM) -> None:
+    """It computes the whole prompt for them; the others still share its pages."""
+    output = speaking.generate([PROMPT], params(n=3, prompt_logprobs=0, logprobs=0))[0]
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPT)
+    assert [s.prompt_logprobs for s in output.siblings] == [None, None]
+    assert [s.cached_tokens for s in output.samples] == [0, 24, 24]
+    for sample in output.samples:
+        assert sample.logprobs is not None
+        assert [entry.token_id for entry in sample.logprobs] == sample.token_ids
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_more_samples_than_places(checkpoints: Checkpoints, max_num_seqs: int) -> None:
     with small_engine(checkpoints()) as llm:

@@ -214,6 +214,22 @@ def test_interrupts_at_any_moment_harm_nothing(checkpoints: Checkpoints, tp: int
         assert_idle(llm)
 
 
+def test_a_reply_to_an_interrupted_question_is_not_the_next_ones(speaking: LLM) -> None:
+    interrupts = 0
+    for round in range(10):
+        timer = threading.Timer(0.0007 * round, signal.raise_signal, (signal.SIGINT,))
+        try:
+            timer.start()
+            while True:
+                speaking.counters()
+        except KeyboardInterrupt:
+            interrupts += 1
+        memory = speaking.memory()
+        assert [set(m) >= {"kv_bytes"} for m in memory] == [True] * speaking.config.tp
+    assert interrupts == 10
+    assert "scheduled_steps" in speaking.counters()
+
+
 # -- which GPUs ------------------------------------------------------------------------------------
 
 
