@@ -7,12 +7,15 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from harness.help import help_text
 
-VERBS = ("run", "list", "profile", "collect", "compare", "doctor")
+VERBS = ("run", "list", "profile", "collect", "compare", "calibrate", "doctor")
+MODULES = {"compare": "harness.compare", "calibrate": "harness.calibration.command"}
+"""Verbs that read the rest of their command line themselves, by `main`."""
 FORMS = ("--markdown", "--csv", "--repeats")
 """What `collect` prints instead of its table."""
 
@@ -41,10 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor()
     if verb == "collect":
         return collect(arguments)
-    if verb == "compare":
-        from harness.compare import main as compare
-
-        return compare(arguments)
+    if verb in MODULES:
+        status: int = import_module(MODULES[verb]).main(arguments)
+        return status
     if verb == "profile" and "--read" in arguments:
         return read_export(arguments)
     from harness.commands import list_points, run_points

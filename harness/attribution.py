@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.comm.types import Kind, Site
 from harness.records import PHASES, BacklogRecord, RankRecord
+from harness.roofline import bus_factor
 from harness.step_times import StepTimes
 
 _LAYER_SITES = (Site.ATTN_O_PROJ, Site.MLP_DOWN_PROJ)
@@ -256,14 +257,12 @@ def bandwidth(joined: Joined) -> tuple[np.ndarray, np.ndarray]:
     all_reduce: bytes / transfer_us, busbw x 2(n-1)/n; gather: bytes / latency_us at the root,
     busbw x (n-1)/n; broadcast: the same at the root, busbw = algbw (nccl-tests' definitions).
     """
-    n = joined.world
     rooted = ~joined.is_kind(Kind.ALL_REDUCE)
     time_us = np.where(rooted, joined.latency_us[:, 0], joined.transfer_us)
     usable = np.where(time_us > 0, time_us, np.nan)
     algbw = joined.rows["bytes"] / usable / 1e3
-    factor = np.where(joined.is_kind(Kind.ALL_REDUCE), 2 * (n - 1) / n, 1.0)
-    factor = np.where(joined.is_kind(Kind.GATHER), (n - 1) / n, factor)
-    return algbw, algbw * factor
+    factors = np.array([bus_factor(kind, joined.world) for kind in Kind])
+    return algbw, algbw * factors[joined.rows["kind"]]
 
 
 def shares(joined: Joined, clean: StepTimes, phase: int | None) -> dict[str, np.ndarray] | None:

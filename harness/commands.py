@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import ConfigError
-from harness import ceilings
+from harness.calibration.measure import ensure
 from harness.config import AXES, SettingsError, as_written
 from harness.console import print_line, print_table, stdout
 from harness.execute import Execution
@@ -114,7 +114,7 @@ def _execute(run: RunFolder, functions: Functions) -> bool:
     with execution.reporter() as reporter:
         reporter.say(_announcement(run, execution))
         if any(point.skip is None and point.cfg["device"] == "cuda" for point in points):
-            missing = ceilings.ensure(points[0].cfg)
+            missing = ensure(points[0].cfg)
             if missing is not None:
                 reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
         complete = execution.go(reporter)

@@ -16,6 +16,7 @@ Measures tensor-parallel inference, collective by collective.
   python -m harness profile --read EXPORT.sqlite                what an export of nsys says
   python -m harness collect RUN [--markdown|--csv|--repeats]    print the tables of a run again
   python -m harness compare A B                                 is run B slower than run A?
+  python -m harness calibrate [--world 1,2]                     measure this machine, once
   python -m harness doctor                                      what is installed, what can run here
 
 experiments

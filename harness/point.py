@@ -180,12 +180,13 @@ class _Rows:
         return [{**fixed, **tables.window_columns(w)} for w in self.passes.plain]
 
     def _figures(self) -> FigureRows:
-        from harness import ceilings, collective_figures, cost_figures, device_figures, metrics
+        from harness import collective_figures, cost_figures, device_figures, metrics
+        from harness.calibration.file import ceilings
 
         rows, passes, shape = FigureRows(self.key), self.passes, self.backend.shape
         tp, device = self.cfg["tp"], str(self.backend.effective["device"])
         clean, latency = passes.clean, passes.latency
-        measured = ceilings.load(self.cfg) if device == "cuda" else None
+        measured = ceilings(self.cfg["results_dir"]) if device == "cuda" else None
         metrics.plain_figures(rows, passes.plain, tp=tp, device=device, clean=clean)
         cost_figures.cost_figures(rows, clean, self.cfg, self.backend, measured)
         pass_name = pass_plan.HOST if latency is None else latency[0]

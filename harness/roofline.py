@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.comm.types import Kind
 from engine.shape import ModelShape
 
 
@@ -129,3 +130,9 @@ def utilisation(
     seconds = step_us * 1e-6 * tp
     mbu = cost.bytes / (seconds * ceilings.read_bytes_s)
     return mbu, cost.flops / (seconds * ceilings.matmul_flops_s), None
+
+
+def bus_factor(kind: Kind, world: int) -> float:
+    """busbw / algbw, as nccl-tests define it: what a ring's links carry beside the payload."""
+    ring = (world - 1) / world
+    return {Kind.ALL_REDUCE: 2 * ring, Kind.GATHER: ring, Kind.BROADCAST: 1.0}[kind]

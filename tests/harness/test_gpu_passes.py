@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from harness import ceilings
 from harness.attribution import join
+from harness.calibration.file import Calibration, path_of
 from harness.collective_figures import instrument_cost
 from harness.figure_rows import FigureRows
 from harness.point import PointOutcome, measure_point
@@ -200,9 +199,9 @@ def test_without_instruments_a_gpu_has_no_step_time(tmp_path: Path) -> None:
 
 def test_ceilings_make_mbu_and_a_column(tmp_path: Path) -> None:
     cfg = make_cfg(results_dir=str(tmp_path / "runs"))
-    path = ceilings.path_of(cfg)
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"read_bytes_s": 1e7, "matmul_flops_s": 1e12}))
+    calibration = Calibration(path_of(cfg["results_dir"]))
+    calibration.put("read", [{"name": "read_bytes_s", "value": 1e7}])
+    calibration.put("matmul", [{"name": "matmul_flops_s", "value": 1e12}])
     _, results, _ = measure(tmp_path, "graph", **GRAPH)
     moved = figure(results, "step_bytes", phase="decode")
     assert figure(results, "mbu") == pytest.approx(moved / (1e-3 * 2 * 1e7))

@@ -1,0 +1,82 @@
+"""`python -m harness calibrate`: measures this machine once, and prints what it can do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.calibration.file import Calibration, path_of
+from harness.calibration.measure import calibrate
+from harness.calibration.parts import default_worlds, plan
+from harness.calibration.tables import LEFT, NOTE, WRAPPED, tables
+from harness.console import markdown_table, print_line, print_table, stdout
+from harness.machine import Machine
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0, 1 where a part failed that this machine should measure, 2 where the command line
+    is wrong, 130 if interrupted; what was measured by then is in the file."""
+    parser = argparse.ArgumentParser(prog="python -m harness calibrate", add_help=False)
+    parser.add_argument("--world", type=_worlds)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--results-dir", default="results/runs")
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit:
+        return 2
+    machine = Machine.probe()
+    worlds = options.world or default_worlds(machine)
+    if machine.device == "cuda" and max(worlds) > machine.gpus:
+        print(f"calibrate: --world {max(worlds)} needs {max(worlds)} GPUs, {machine.gpus} visible",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    calibration = Calibration(path_of(options.results_dir))
+    names = plan(machine, worlds)
+    todo = names if options.again else calibration.missing(names)
+    failed: list[str] = []
+
+    def ended(name: str, reason: str | None, seconds: float) -> None:
+        failed.extend([name] if reason is not None else [])
+        print(f"{name}: {reason or f'{seconds:.1f} s'}", file=sys.stderr, flush=True)
+
+    try:
+        calibrate(calibration, todo, machine, ended)
+    except KeyboardInterrupt:
+        print(f"interrupted; {calibration.path} has what was measured", file=sys.stderr)
+        return 130
+    show(calibration, options)
+    return int(bool(failed))
+
+
+def show(calibration: Calibration, options: argparse.Namespace) -> None:
+    """Prints the whole file, in the form that was asked for."""
+    if options.json:
+        print(calibration.path.read_text(encoding="utf-8").rstrip("\n"))
+        return
+    found = tables(calibration)
+    if options.markdown:
+        parts = [f"{title}\n\n{markdown_table(head, rows)}".lstrip() for title, head, rows in found]
+        print("\n\n".join([*parts, f"{NOTE}."]))
+        return
+    console = stdout()
+    for title, headings, rows in found:
+        print_line(console, f"\n{title}" if title else "")
+        right = [heading for heading in headings if heading not in LEFT]
+        print_table(console, headings, rows, wrapped=WRAPPED, right=right)
+    print_line(console, f"\n{NOTE}\n{calibration.path}")
+
+
+def _worlds(text: str) -> list[int]:
+    worlds = [int(word) for word in text.split(",")]
+    if not worlds or min(worlds) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers of ranks, as in 1,2")
+    return worlds
+
+
+def beside(run: Path, fingerprint: str) -> Calibration:
+    """The calibration of the machine that a run was measured on, as `path_of` places it."""
+    return Calibration(path_of(run.parent, fingerprint))

@@ -1,0 +1,56 @@
+"""Calibrations of real GPUs: a pair behind a backlog and one in a graph must tell the same story."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.calibration.file import OK, Calibration
+from harness.calibration.measure import calibrate
+from harness.calibration.parts import DEVICE_PARTS, plan, sizes
+from harness.machine import Machine
+
+pytestmark = pytest.mark.gpu
+
+
+def test_one_gpu(tmp_path: Path) -> None:
+    calibration = Calibration(tmp_path / "one.json")
+    calibrate(calibration, DEVICE_PARTS, Machine.probe())
+    parts = calibration.parts
+    assert {name: p["reason"] for name, p in parts.items() if p["status"] != OK} == {}
+
+    def figure(name: str) -> float:
+        found = calibration.figure(name)
+        assert found is not None, name
+        return found
+
+    # A copy counts both directions, so that it is as fast as reading alone to within a half.
+    assert 0.5 < figure("copy_bytes_s") / figure("read_bytes_s") < 1.5
+    assert figure("matmul_flops_s") > 10 * figure("read_bytes_s")
+    assert figure("graph_node_us") < figure("launch_us")
+    assert 0 < figure("stamps_graph_floor_us") < figure("events_graph_floor_us")
+    assert figure("stamps_tick_us") >= 0.001
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_collectives_of_two_gpus(tmp_path: Path) -> None:
+    calibration = Calibration(tmp_path / "two.json")
+    names = plan(Machine.probe(), [2])
+    calibrate(calibration, names, Machine.probe())
+    parts = calibration.parts
+    assert {name: p["reason"] for name, p in parts.items() if p["status"] != OK} == {}
+    eager, graph = (
+        {row["bytes"]: row for row in parts[f"all_reduce/nccl/2/{mode}"]["rows"]}
+        for mode in ("eager", "graph")
+    )
+    assert [(size, "bfloat16") for size in graph] == sizes("all_reduce", "cuda")
+    for size, row in graph.items():
+        assert row["n"] == 1024 and row["source"] == "stamps"
+        assert eager[size]["n"] >= 64, eager[size]["reason"]
+        # Behind a backlog the host's launches are no part of a time, as in a graph.
+        limit = max(4.0, 0.3 * row["transfer_us"])
+        assert eager[size]["transfer_us"] == pytest.approx(row["transfer_us"], abs=limit)
+        assert row["wait_us"] <= max(2.0, 0.1 * row["transfer_us"])  # ranks begin together
+    assert graph[64 << 20]["transfer_us"] > 4 * graph[2 << 10]["transfer_us"]
