@@ -62,7 +62,7 @@ step_bytes        B    bytes that a decode step must move, mean over the steps, 
 step_flops        1    floating-point operations of a decode step, mean over the steps
 mbu               1    step_bytes / (step time x measured read bandwidth of all GPUs)
 mfu               1    step_flops / (step time x measured matmul rate of all GPUs)
-energy_j_per_token J   board energy of the window / generated tokens
+energy_j_per_token J   energy of the engine's boards over the window / generated tokens
 """
 
 

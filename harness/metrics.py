@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from harness.figure_rows import FigureRows
+from harness.gpu_state import energy_j
 from harness.records import PHASES
 from harness.step_times import StepTimes
 from harness.window import DECODE, PREFILL, Window
@@ -49,13 +50,26 @@ def plain_figures(
                 repeat=window.repeat,
                 reason=None if count is not None else "the engine does not count it",
             )
-    rows.add(
-        "energy_j_per_token",
-        None,
-        n=0,
-        pass_name=PASS,
-        reason="no reading of power in this version",
-    )
+
+
+def energy_figure(rows: FigureRows, windows: Sequence[Window], devices: Sequence[str]) -> None:
+    """Energy of each repeat and their mean; `devices`: the engine's GPUs, as telemetry names them.
+
+    A figure over repeats of which one has none has the reason of that one."""
+    name = "energy_j_per_token"
+    found: list[float] = []
+    last = ("host", "no repeat was measured")
+    for window in windows:
+        joules, source, reason = energy_j(window, devices)
+        value = None if joules is None else joules / window.output_tokens
+        rows.add(
+            name, value, n=int(value is not None), pass_name=PASS, source=source, reason=reason,
+            repeat=window.repeat,
+        )  # fmt: skip
+        if value is not None:
+            found.append(value)
+        last = (source, reason or last[1])
+    rows.summarise(name, found, pass_name=PASS, source=last[0], reason=None if found else last[1])
 
 
 def rate(window: Window, phase: int) -> tuple[float | None, int]:

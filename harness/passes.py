@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness import pass_plan
+from harness import gpu_state, pass_plan
 from harness.effective import differences
 from harness.pass_plan import TimedPass
 from harness.records import CountRecord, RankRecord
@@ -114,6 +114,7 @@ class Passes:
         if self.backend.effective["device"] == "cpu":
             busy = busy_note((window.wall_s, window.telemetry) for window in self.plain)
             self.notes += [] if busy is None else [busy]
+        self.notes += gpu_state.notes(self.plain, gpu_state.of_engine(self.backend.effective))
         self._check_batch(asked)
         self._instrument(asked)
         built = {w.pass_name: w.built for w in self.windows if w.built}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import flags, hardware, pass_plan, step_rows, tables
+from harness import flags, gpu_state, hardware, pass_plan, step_rows, tables
 from harness.failures import classify
 from harness.figure_rows import FigureRows
 from harness.passes import Passes, Progress
@@ -177,7 +177,11 @@ class _Rows:
         }
         if not self.passes.plain:
             return [{**fixed, "repeat": 0}]
-        return [{**fixed, **tables.window_columns(w)} for w in self.passes.plain]
+        gpus = gpu_state.of_engine(self.backend.effective)
+        return [
+            {**fixed, **tables.window_columns(w), **gpu_state.columns(w, gpus)}
+            for w in self.passes.plain
+        ]
 
     def _figures(self) -> FigureRows:
         from harness import collective_figures, cost_figures, device_figures, metrics
@@ -188,6 +192,7 @@ class _Rows:
         clean, latency = passes.clean, passes.latency
         measured = ceilings(self.cfg["results_dir"]) if device == "cuda" else None
         metrics.plain_figures(rows, passes.plain, tp=tp, device=device, clean=clean)
+        metrics.energy_figure(rows, passes.plain, gpu_state.of_engine(self.backend.effective))
         cost_figures.cost_figures(rows, clean, self.cfg, self.backend, measured)
         pass_name = pass_plan.HOST if latency is None else latency[0]
         if latency is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness import engine_costs
 from harness.config import ENGINE_AXES, as_written
 from harness.flags import FLAG
+from harness.gpu_state import SHARED, THROTTLED
 from harness.marker import worst_status
 from harness.store import load
 from harness.telemetry import BUSY
@@ -25,6 +26,8 @@ OF_THE_RUN = ("experiment", "results_dir", "resume", "fail_fast")
 """Settings of a run, not of what is measured."""
 ALWAYS = ("tp", "batch", "enforce_eager", "compile")
 RANKED = ("ok", "contaminated")
+REMARKED = (BUSY, FLAG, THROTTLED, SHARED)
+"""How the notes begin that the printed table shows."""
 
 # Column -> (name, stat, further conditions) of the metrics table.
 _FIGURES: dict[str, tuple[str, str, dict[str, str | None]]] = {
@@ -247,7 +250,7 @@ def _remark(point: pd.Series) -> str:
         said.append(f"reading the collectives adds {share:.0%} to a step")
     notes = point.get("notes")
     if isinstance(notes, str):
-        found = [note for note in notes.split("; ") if note.startswith((BUSY, FLAG))]
+        found = [note for note in notes.split("; ") if note.startswith(REMARKED)]
         busy = [note for note in found if note.startswith(BUSY)]
         said += [note for note in found if note not in busy[1:]]
         if len(busy) > 1:

@@ -97,6 +97,12 @@ rel_noise    float   1 standard deviation / median of output_tok_s over the repe
 counters     string  - what the engine's counters grew by in the window, as JSON
 started_at   time    UTC when the repeat began
 wall_s       float   s wall time of the measured window
+sm_clock_mhz float   MHz mean over the window's samples, of the GPU where it is lowest
+power_w      float   W mean over the window's samples, all GPUs of the engine together
+temperature_c float  C highest sample of its GPUs
+throttled    float   1 share of the samples in which one of its GPUs was throttled; null: none taken
+throttle_reasons string - of those samples: sw_power_cap, hw_thermal_slowdown, ...
+gpu_others   int     - most compute processes of others on one of its GPUs; null: cannot be told
 git_sha      string  - commit of the harness' source tree
 git_dirty    bool    - whether tracked files differed from it
 hardware_fingerprint string - hash of CPU, GPUs, driver, memory and operating system
@@ -125,7 +131,7 @@ value        float   unit null where the figure is missing, never 0
 unit         string! - of the value
 n            int!    - values that the figure rests on
 n_process    int!    - fresh engines that it rests on
-source       string! - what was read: host (its clock), stamps, events, cupti, nsys, count, model
+source       string! - what was read: host, stamps, events, cupti, nsys, nvml_*, count, model
 pass         string! - the pass that it rests on: plain, host, step, graph_timed, backlog, ...
 phase        string  - prefill, decode or mixed; null: all steps or not of steps
 kind         string  - of the collective
@@ -246,9 +252,10 @@ reason       string  - why bytes is null
         + _REPEAT
         + """
 pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
-when         string! - before or after the pass
+when         string! - before the window, during it (sampled) or after it
+at_s         float   s of a sample: after the window's begin
 device       string! - cpu or gpu0, gpu1, ...
-name         string! - load_1m, cpu_busy_s, cpu_own_s, clock_mhz, power_w, temperature_c, ...
+name         string! - load_1m, cpu_busy_s, sm_clock_mhz, power_w, energy_j, other_processes, ...
 value        float   unit null where it cannot be read
 unit         string! - of the value
 reason       string  - why the value is null

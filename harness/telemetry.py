@@ -1,18 +1,22 @@
-"""Readings of the machine round a pass: load, clocks, power, temperature, throttling."""
+"""Readings of the machine round a window: what its cores do, and its GPUs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from harness.nvml import Gpus, row
 
 
 def read(when: str) -> list[dict[str, Any]]:
     """Rows of the telemetry table without their keys; a value that cannot be read is None and has a
     reason."""
-    readings = (_load(), _cpu_clock(), _busy(), _own(), _cores())
-    return [_row(when, "cpu", *reading) for reading in readings] + _gpu_rows(when)
+    parts = [_cpu_rows, _gpu_rows]
+    if when == "after":  # the energy counters of the GPUs are read right beside the window
+        parts.reverse()
+    return [one for part in parts for one in part(when)]
 
 
 BUSY = "busy machine"
@@ -28,7 +32,7 @@ def busy_note(windows: Iterable[tuple[float, list[dict[str, Any]]]]) -> str | No
     where it is at most BUSY_SHARE, or cannot be told."""
     wall_s = others_s = cores = 0.0
     for seconds, rows in windows:
-        at = {(row["when"], row["name"]): row["value"] for row in rows if row["device"] == "cpu"}
+        at = {(r["when"], r["name"]): r["value"] for r in rows if r["device"] == "cpu"}
         busy, own = _growth(at, "cpu_busy_s"), _growth(at, "cpu_own_s")
         found = at.get(("after", "cores"))
         if busy is None or own is None or found is None:
@@ -50,17 +54,14 @@ def _growth(at: Mapping[tuple[str, str], float | None], name: str) -> float | No
 Reading = tuple[str, str, float | None, str | None]  # name, unit, value, reason why it is None
 
 
-def _row(
-    when: str, device: str, name: str, unit: str, value: float | None, reason: str | None
-) -> dict[str, Any]:
-    return {
-        "when": when,
-        "device": device,
-        "name": name,
-        "unit": unit,
-        "value": value,
-        "reason": reason,
-    }
+def _gpu_rows(when: str) -> list[dict[str, Any]]:
+    with Gpus() as gpus:
+        return gpus.read(when)
+
+
+def _cpu_rows(when: str) -> list[dict[str, Any]]:
+    readings = (_load(), _cpu_clock(), _busy(), _own(), _cores())
+    return [row(when, "cpu", *reading) for reading in readings]
 
 
 def _load() -> Reading:
@@ -115,45 +116,3 @@ def _own() -> Reading:
     if not ticks:
         return "cpu_own_s", "s", None, "the system does not count the CPU time of processes"
     return "cpu_own_s", "s", ticks / os.sysconf("SC_CLK_TCK"), None
-
-
-def _gpu_rows(when: str) -> list[dict[str, Any]]:
-    from harness.hardware import gpus
-
-    cards = gpus()
-    if not cards:
-        return []
-    import pynvml as nvml
-
-    def clock(kind: int) -> Callable[[Any], float]:
-        return lambda h: float(nvml.nvmlDeviceGetClockInfo(h, kind))
-
-    readings: list[tuple[str, str, Callable[[Any], float]]] = [
-        ("sm_clock_mhz", "MHz", clock(nvml.NVML_CLOCK_SM)),
-        ("memory_clock_mhz", "MHz", clock(nvml.NVML_CLOCK_MEM)),
-        ("power_w", "W", lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1e3),
-        (
-            "temperature_c",
-            "C",
-            lambda h: float(nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU)),
-        ),
-        (
-            "throttle_reasons",
-            "bits",
-            lambda h: float(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(h)),
-        ),
-    ]
-    rows = []
-    nvml.nvmlInit()
-    try:
-        for card in cards:
-            handle = nvml.nvmlDeviceGetHandleByIndex(card["index"])
-            for name, unit, ask in readings:
-                try:
-                    value, reason = ask(handle), None
-                except nvml.NVMLError as error:
-                    value, reason = None, str(error)
-                rows.append(_row(when, f"gpu{card['index']}", name, unit, value, reason))
-    finally:
-        nvml.nvmlShutdown()
-    return rows

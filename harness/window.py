@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from harness.nvml import Sampler
 from harness.records import PHASES
 from harness.telemetry import read as read_telemetry
 
@@ -100,14 +101,15 @@ def serve(
     params = workload.params()
     offsets = workload.arrivals_s if arrivals else None
     backend.drain_steps()
-    telemetry = read_telemetry("before")
     before = backend.counters()
+    telemetry = read_telemetry("before")
     started_at = datetime.now(UTC)
-    begin_s = time.perf_counter()
-    outputs = backend.generate(prompts, params, offsets)
-    end_s = time.perf_counter()
+    with Sampler() as sampler:
+        begin_s = time.perf_counter()
+        outputs = backend.generate(prompts, params, offsets)
+        end_s = time.perf_counter()
+    telemetry += sampler.rows(begin_s) + read_telemetry("after")
     after = backend.counters()
-    telemetry += read_telemetry("after")
     window = Window(
         pass_name=pass_name,
         repeat=repeat,

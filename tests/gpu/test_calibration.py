@@ -1,4 +1,4 @@
-"""Calibrations of real GPUs: a pair behind a backlog and one in a graph must tell the same story."""
+"""Calibrations of real GPUs: behind a backlog and in a graph a collective takes as long."""
 
 from __future__ import annotations
 
