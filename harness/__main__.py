@@ -13,8 +13,12 @@ from typing import NoReturn
 
 from harness.help import help_text
 
-VERBS = ("run", "list", "profile", "collect", "compare", "calibrate", "doctor")
-MODULES = {"compare": "harness.compare", "calibrate": "harness.calibration.command"}
+VERBS = ("run", "list", "profile", "collect", "compare", "calibrate", "predict", "doctor")
+MODULES = {
+    "compare": "harness.compare",
+    "calibrate": "harness.calibration.command",
+    "predict": "harness.prediction.command",
+}
 """Verbs that read the rest of their command line themselves, by `main`."""
 FORMS = ("--markdown", "--csv", "--repeats")
 """What `collect` prints instead of its table."""

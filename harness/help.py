@@ -17,6 +17,7 @@ Measures tensor-parallel inference, collective by collective.
   python -m harness collect RUN [--markdown|--csv|--repeats]    print the tables of a run again
   python -m harness compare A B                                 is run B slower than run A?
   python -m harness calibrate [--world 1,2]                     measure this machine, once
+  python -m harness predict RUN... [--tp 4,8] [--model NAME]    step times that nobody measured
   python -m harness doctor                                      what is installed, what can run here
 
 experiments

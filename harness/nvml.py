@@ -1,4 +1,4 @@
-"""The GPUs through NVML: clocks, power, temperature, throttling, energy, who computes on them."""
+"""The GPUs through NVML: clocks, power, temperature, throttling, energy, processes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness.calibration.file import Calibration, path_of
 from harness.calibration.measure import calibrate
@@ -75,8 +74,3 @@ def _worlds(text: str) -> list[int]:
     if not worlds or min(worlds) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give numbers of ranks, as in 1,2")
     return worlds
-
-
-def beside(run: Path, fingerprint: str) -> Calibration:
-    """The calibration of the machine that a run was measured on, as `path_of` places it."""
-    return Calibration(path_of(run.parent, fingerprint))

@@ -107,6 +107,12 @@ class Calibration:
         row = self.row(name)
         return None if row is None else row["value"]
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of one GPU of the machine; None without one."""
+        gpus = self._read().get("machine", {}).get("gpus") or []
+        return min((gpu["memory_bytes"] for gpu in gpus), default=None)
+
     def curve_rows(self) -> list[dict[str, Any]]:
         """Rows of the collectives' parts: kind, path, world, mode, bytes, times."""
         return [row for part in self.parts.values() for row in part["rows"] if "bytes" in row]

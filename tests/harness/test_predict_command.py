@@ -1,0 +1,156 @@
+"""`python -m harness predict` over run folders that are written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness.calibration.file import Calibration
+from harness.prediction.cells import measured, shape_of
+from harness.prediction.command import main
+from harness.prediction.model import Cell, PredictionError, parts_of
+from harness.store import write_point
+from tests.support.fake_backend import make_cfg
+from tests.support.predictions import CEILINGS, SETTINGS, TRUE, calibrated_rows
+
+MACHINE = "0123456789ab"
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANGEFINDER_CACHE", str(tmp_path / "models"))
+
+
+def section(model: str) -> dict[str, Any]:
+    return {"name": model, "path": None, "load_format": "dummy"}
+
+
+def write(run: Path, number: int, model: str, tp: int, batch: int, **changes: Any) -> None:
+    """A point whose decode steps took what the model says; `changes` of the table of points, or
+    step_us."""
+    from harness.calibration.curves import Curves
+
+    cfg = make_cfg(tp=tp, batch=batch, workload__prompt_tokens=128, workload__output_tokens=128)
+    cfg["model"] = section(model)
+    work = changes.pop("workload", None)
+    cfg["workload"]["kind"] = work or "decode"
+    cell = Cell(model, shape_of(cfg["model"]), tp, batch, 128, 128, "bfloat16",
+                "nccl" if tp > 1 else None, True)  # fmt: skip
+    curves = Curves(calibrated_rows())
+    step_us = changes.pop("step_us", TRUE.step_us(parts_of(cell, CEILINGS, curves)))
+    point_id = f"{number:012x}"
+    key = {"run_id": run.name, "point_id": point_id, "process": 0}
+    point = {**key, "repeat": 0, "status": "ok", "requested": json.dumps(cfg), "tp": tp,
+             "batch": batch, "effective": json.dumps(SETTINGS), "effective.mode": "graph",
+             "effective.comm": "nccl" if tp > 1 else "solo", "hardware_fingerprint": MACHINE,
+             **changes}  # fmt: skip
+    figure = {**key, "name": "step_us", "stat": "p50", "value": step_us, "unit": "us", "n": 5,
+              "n_process": 1, "source": "stamps", "pass": "step", "phase": "decode",
+              "ranks": "max"}  # fmt: skip
+    tables = {name: {k: [v] for k, v in row.items()}
+              for name, row in (("points", point), ("metrics", figure))}  # fmt: skip
+    write_point(run / "points" / point_id, tables)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two models, one and two ranks, three batches."""
+    run = tmp_path / "results" / "runs" / "run"
+    cells = [(model, tp, batch) for model in ("qwen3-0.6b", "qwen3-8b") for tp in (1, 2)
+             for batch in (1, 32, 256)]  # fmt: skip
+    for number, cell in enumerate(cells):
+        write(run, number, *cell)
+    return run
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path) -> Calibration:
+    found = Calibration(tmp_path / "results" / "hardware" / f"{MACHINE}.json")
+    found.put("read", [{"name": "read_bytes_s", "value": CEILINGS.read_bytes_s}])
+    found.put("matmul", [{"name": "matmul_flops_s", "value": CEILINGS.matmul_flops_s}])
+    found.put("all_reduce/nccl/2/graph", calibrated_rows())
+    return found
+
+
+def test_predicted_rows_of_a_run(
+    run: Path, calibrated: Calibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from harness.calibration.curves import Curves
+
+    assert main([str(run), "--tp", "4,3", "--model", "qwen3-32b", "--csv"]) == 0
+    frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert frame["status"].value_counts().to_dict() == {"ok": 12, "predicted": 15, "skipped": 9}
+    row = frame[(frame["model"] == "qwen3-32b") & (frame["tp"] == 4) & (frame["batch"] == 32)]
+    cell = Cell("qwen3-32b", shape_of(section("qwen3-32b")), 4, 32, 128, 128, "bfloat16", "nccl",
+                True)  # fmt: skip
+    wanted = TRUE.step_us(parts_of(cell, CEILINGS, Curves(calibrated_rows())))
+    assert row["predicted_us"].tolist() == [pytest.approx(wanted)]
+    assert set(frame[frame["status"] == "skipped"]["tp"]) == {3}
+    assert frame[frame["status"] == "ok"]["measured_us"].notna().all()
+
+
+def test_the_printed_tables(
+    run: Path, calibrated: Calibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--tp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "Fit: cuda, CUDA graphs, compile=model, attention=flash2" in out
+    assert "   12             0.80               0.62        40.0           0.0        0.0" in out
+    assert main([str(run), "--tp", "4", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = "| predicted | qwen3-8b | 4 | 256 | false | model |"
+    assert sum(line.startswith(start) for line in lines) == 1
+    assert any("| tp | 2 | 6 | 0.0 | 0.0 |" in line for line in lines)
+
+
+def test_points_that_are_no_cells_are_counted(run: Path) -> None:
+    write(run, 90, "qwen3-8b", 2, 8, status="error", reason="it failed")
+    write(run, 91, "qwen3-8b", 2, 8, workload="trace")
+    write(run, 92, "qwen3-8b", 2, 8, step_us=None)
+    found = measured([run])
+    assert [len(group.cells) for group in found.groups] == [12]
+    assert found.fingerprint == MACHINE
+    assert sorted(found.notes) == [
+        "1 points left out: no time of a clean decode step (instrument collectives gives it)",
+        "1 points left out: status error",
+        "1 points left out: workload=trace: the lengths of its steps vary",
+    ]
+    assert [len(g.cells) for g in measured([run, run]).groups] == [12]  # a run named twice
+
+
+def test_other_modes_are_other_groups(run: Path) -> None:
+    eager = json.dumps({**SETTINGS, "enforce_eager": True})
+    write(run, 90, "qwen3-8b", 2, 8, effective=eager, **{"effective.mode": "compiled-model"})
+    groups = measured([run]).groups
+    assert [(len(g.cells), g.cells[0].graph) for g in groups] == [(12, True), (1, False)]
+
+
+def test_runs_of_two_machines_are_refused(run: Path) -> None:
+    write(run, 90, "qwen3-8b", 2, 8, hardware_fingerprint="other")
+    with pytest.raises(PredictionError, match="runs of 2 machines"):
+        measured([run])
+
+
+def test_what_is_missing_is_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--tp", "4"]) == 1
+    assert "python -m harness calibrate" in capsys.readouterr().err
+    assert main([str(tmp_path / "none"), "--tp", "4"]) == 1
+    assert "no such run folder" in capsys.readouterr().err
+    assert main([str(run), "--tp", "none"]) == 2
+    assert main([]) == 2
+
+
+def test_nothing_to_predict_is_a_failure(
+    run: Path, calibrated: Calibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--batch", "512"]) == 1
+    assert "batch=512: measured are 1 to 256" in capsys.readouterr().out
+    assert main([str(run), "--model", "qwen9"]) == 1
+    assert "qwen9" in capsys.readouterr().err
