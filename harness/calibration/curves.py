@@ -1,4 +1,4 @@
-"""Times of collectives from a calibration: between its sizes, and at other numbers of ranks."""
+"""Times of collectives from a calibration: between its sizes, at other numbers of ranks."""
 
 from __future__ import annotations
 

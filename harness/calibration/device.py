@@ -115,7 +115,6 @@ class DeviceMeter:
         from harness.stamp_kernels import Nothing
 
         gpu, nothing = CudaGpu(self._device), Nothing(self._device)
-        nothing()
         replays = [gpu.capture(partial(_repeat, nothing, count)) for count in NODES]
         times = []
         for _ in range(2 + NODE_ROUNDS):

@@ -77,7 +77,8 @@ class Gpu(Held, Protocol):
     def synchronize(self) -> None: ...
 
     def capture(self, work: Enqueue) -> Enqueue:
-        """-> what enqueues `work`, which has run before, as one graph."""
+        """Runs `work` once, so that whatever it makes when first called exists, and captures it.
+        -> what enqueues it as one graph."""
         ...
 
 
@@ -106,12 +107,12 @@ class StampPairs:
                 run()
                 self._ring.stamp(2 * pair + 3)
 
-        pairs()  # warm: the first call of a size may connect ranks or load a kernel
-        self._begun += 1
-        self._gpu.synchronize()
         return self._replayed(pairs) if mode == "graph" else self._launched(pairs)
 
     def _launched(self, pairs: Enqueue) -> np.ndarray:
+        pairs()  # warm: the first call of a size may connect ranks or load a kernel
+        self._begun += 1
+        self._gpu.synchronize()
         spin_us, starved = SPIN_US, []
         for _ in range(LAUNCHED_ROUNDS):
             self._gpu.spin(spin_us)
@@ -131,7 +132,7 @@ class StampPairs:
         for _ in range(1 + REPLAYED_ROUNDS):  # the first one also uploads it
             replay()
         self._gpu.synchronize()
-        self._begun += 1
+        self._begun += 2
         return self._newest(REPLAYED_ROUNDS)
 
     def _newest(self, rounds: int) -> np.ndarray:
@@ -156,6 +157,8 @@ class CudaGpu(CudaHold):
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            work()
+            torch.cuda.synchronize()
             # thread_local: NCCL's watchdog thread may query its events meanwhile.
             graph.capture_begin(capture_error_mode="thread_local")
             work()

@@ -1,4 +1,4 @@
-"""Predicted rows of a group, and the errors on measured cells that were left out of the fit."""
+"""Predicted rows of a group, and the errors on cells that were left out of the fit."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ class Held:
     def synchronize(self) -> None: ...
 
     def capture(self, work: Enqueue) -> Enqueue:
+        work()
         with self.gpu.capturing() as ops:
             work()
         return lambda: [op() for op in ops] and None
