@@ -1,4 +1,4 @@
-"""Collectives alone, with ranks that begin together, beside the same ones inside decode steps."""
+"""Collectives alone, with ranks that begin together, beside the same ones in decode steps."""
 
 from __future__ import annotations
 
