@@ -22,8 +22,8 @@ LIMITS = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake_slowdown",
 }
-"""Bits of NVML's throttle reasons that hold a clock down. Idle (0x1) and clocks that someone set (0x2,
-0x100) do not."""
+"""Bits of NVML's throttle reasons that hold a clock down; idle (0x1) and clocks that someone set
+(0x2, 0x100) do not."""
 
 
 def row(

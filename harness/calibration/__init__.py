@@ -1,1 +1,1 @@
-"""What a machine can do, measured once and kept beside its runs: rates, floors, collectives."""
+"""What a machine can do, measured once, beside its runs: rates, floors, collectives."""
