@@ -32,15 +32,15 @@ def of_engine(effective: Mapping[str, Any]) -> list[str]:
 def columns(window: Window, devices: Sequence[str]) -> dict[str, Any]:
     """What a repeat adds to its row of `points`; None where it was not read."""
     rows = _of(window, devices)
-    clocks = _means(rows, "sm_clock_mhz")
-    power = _means(rows, "power_w")
+    clocks = [float(np.median(of)) for of in _by_gpu(rows, "sm_clock_mhz").values()]
+    power = [float(np.mean(of)) for of in _by_gpu(rows, "power_w").values()]
     temperatures = [one["value"] for one in _values(rows, "temperature_c")]
     limits = _limits(rows)
     shares = {name: share for share, name in _throttling(limits, len(_instants(rows)))}
     held = {at for at, _, _ in limits}
     return {
-        "sm_clock_mhz": min(clocks.values(), default=None),
-        "power_w": sum(power.values()) if len(power) == len(devices) > 0 else None,
+        "sm_clock_mhz": min(clocks, default=None),
+        "power_w": sum(power) if len(power) == len(devices) > 0 else None,
         "temperature_c": max(temperatures, default=None),
         "throttled": len(held) / len(_instants(rows)) if _instants(rows) else None,
         "throttle_reasons": ", ".join(sorted({name for _, name in shares})) or None,
@@ -138,12 +138,11 @@ def _values(rows: Rows, name: str) -> list[Mapping[str, Any]]:
     return [one for one in rows if one["name"] == name and one["value"] is not None]
 
 
-def _means(rows: Rows, name: str) -> dict[str, float]:
-    """By GPU."""
+def _by_gpu(rows: Rows, name: str) -> dict[str, list[float]]:
     of_gpu: dict[str, list[float]] = {}
     for one in _values(rows, name):
         of_gpu.setdefault(one["device"], []).append(one["value"])
-    return {device: float(np.mean(values)) for device, values in of_gpu.items()}
+    return of_gpu
 
 
 def _instants(rows: Rows) -> set[float]:

@@ -52,11 +52,11 @@ def repeats(results: Results) -> pd.DataFrame:
     `requested` is the point's configuration as JSON; step_us is the slowest rank's and, like
     step_host_us, of decode steps where there is one, else of mixed ones, else of prefill;
     step_source says whose clock it is. On a GPU the step pass runs once an engine, so only repeat 0
-    has step_us. sm_clock_mhz is the GPUs' median at the end of the repeats' plain passes.
+    has step_us. sm_clock_mhz is that of the table of points.
     """
-    frame = results.table("points", _POINT)
+    frame = results.table("points", [*_POINT, "sm_clock_mhz"])
     frame.insert(0, "schema_version", SCHEMA_VERSION)
-    for read in (_rates, _requests, _steps, _clocks):
+    for read in (_rates, _requests, _steps):
         found = read(results)
         frame = frame.merge(found, on=KEY, how="left")
     return frame[COLUMNS].sort_values(["index", *KEY], kind="stable", ignore_index=True)
@@ -151,12 +151,6 @@ def _steps(results: Results) -> pd.DataFrame:
         "step_source": timed.groupby(KEY)["source"].first(),
     }
     return _beside(columns)
-
-
-def _clocks(results: Results) -> pd.DataFrame:
-    rows = results.table("telemetry", [*KEY, "pass", "when", "name", "value"])
-    after = (rows["pass"] == "plain") & (rows["when"] == "after") & (rows["name"] == "sm_clock_mhz")
-    return _beside({"sm_clock_mhz": rows[after].groupby(KEY)["value"].median()})
 
 
 def _beside(columns: dict[str, Any]) -> pd.DataFrame:

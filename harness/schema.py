@@ -97,7 +97,7 @@ rel_noise    float   1 standard deviation / median of output_tok_s over the repe
 counters     string  - what the engine's counters grew by in the window, as JSON
 started_at   time    UTC when the repeat began
 wall_s       float   s wall time of the measured window
-sm_clock_mhz float   MHz mean over the window's samples, of the GPU where it is lowest
+sm_clock_mhz float   MHz median of the window's samples, of the GPU where it is lowest
 power_w      float   W mean over the window's samples, all GPUs of the engine together
 temperature_c float  C highest sample of its GPUs
 throttled    float   1 share of the samples in which one of its GPUs was throttled; null: none taken

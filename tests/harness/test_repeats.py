@@ -73,21 +73,12 @@ def gpu_steps(process: int, us: float) -> dict[str, Any]:
 def test_on_a_gpu_the_step_pass_gives_one_step_time_an_engine(tmp_path: Path) -> None:
     for process, us in enumerate((50.0, 60.0)):
         point = {"run_id": "r", "point_id": "p", "process": process, "status": "ok"}
-        clocks = {"run_id": "r", "point_id": "p", "process": process, "unit": "MHz"}
-        read_clock = [
-            {**clocks, "repeat": repeat, "pass": name, "when": when, "device": device,
-             "name": "sm_clock_mhz", "value": value}
-            for repeat in (0, 1)
-            for name, when, device, value in (
-                ("plain", "before", "gpu0", 210.0), ("plain", "after", "gpu0", 1980.0),
-                ("plain", "after", "gpu1", 1900.0), ("step", "after", "gpu0", 500.0))
-        ]  # fmt: skip
+        point |= {"sm_clock_mhz": 1940.0 + process}
         write_point(
             tmp_path / "points" / f"p-{process}",
             {
                 "points": columns([{**point, "repeat": 0}, {**point, "repeat": 1}]),
                 "steps": gpu_steps(process, us),
-                "telemetry": columns(read_clock),
             },
         )
     frame = read(tmp_path)
@@ -95,7 +86,7 @@ def test_on_a_gpu_the_step_pass_gives_one_step_time_an_engine(tmp_path: Path) ->
     assert frame["step_us"][1::2].isna().all()
     assert frame["step_source"].dropna().tolist() == ["stamps", "stamps"]
     assert frame["step_host_us"].tolist() == [70.0] * 4
-    assert frame["sm_clock_mhz"].tolist() == [1940.0] * 4
+    assert frame["sm_clock_mhz"].tolist() == [1940.0, 1940.0, 1941.0, 1941.0]
 
 
 def test_steps_are_of_decode_where_there_is_one_else_of_prefill(tmp_path: Path) -> None:
