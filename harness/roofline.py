@@ -126,7 +126,7 @@ def utilisation(
 ) -> tuple[float | None, float | None, str | None]:
     """(MBU, MFU, reason why they are None): against the ceilings of `tp` devices together."""
     if ceilings is None:
-        return None, None, "no ceiling was measured on this machine"
+        return None, None, "no ceiling of a GPU was measured on this machine"
     seconds = step_us * 1e-6 * tp
     mbu = cost.bytes / (seconds * ceilings.read_bytes_s)
     return mbu, cost.flops / (seconds * ceilings.matmul_flops_s), None

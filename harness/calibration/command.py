@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from harness.calibration.file import Calibration, path_of
 from harness.calibration.measure import calibrate
 from harness.calibration.parts import default_worlds, plan
-from harness.calibration.tables import LEFT, NOTE, WRAPPED, tables
+from harness.calibration.tables import LEFT, WRAPPED, remarks, tables
 from harness.console import markdown_table, print_line, print_table, stdout
 from harness.machine import Machine
 
@@ -59,14 +59,14 @@ def show(calibration: Calibration, options: argparse.Namespace) -> None:
     found = tables(calibration)
     if options.markdown:
         parts = [f"{title}\n\n{markdown_table(head, rows)}".lstrip() for title, head, rows in found]
-        print("\n\n".join([*parts, f"{NOTE}."]))
+        print("\n\n".join([*parts, *(f"{remark}." for remark in remarks(calibration))]))
         return
     console = stdout()
     for title, headings, rows in found:
         print_line(console, f"\n{title}" if title else "")
         right = [heading for heading in headings if heading not in LEFT]
         print_table(console, headings, rows, wrapped=WRAPPED, right=right)
-    print_line(console, f"\n{NOTE}\n{calibration.path}")
+    print_line(console, "\n".join(["", *remarks(calibration), str(calibration.path)]))
 
 
 def _worlds(text: str) -> list[int]:

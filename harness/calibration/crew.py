@@ -152,6 +152,7 @@ class _Shift:
 def _serve(rank: int, crew: Crew, port: int | None, connection: Connection) -> None:
     """A process of the crew: says that it has started, then answers with (reply, reason)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
+    os.dup2(2, 1)  # libraries print, and the caller's stdout is a table or JSON
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from harness.failures import classify
 

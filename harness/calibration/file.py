@@ -17,7 +17,8 @@ _MACHINE = ("fingerprint", "cpu", "cpu_cores", "memory_bytes", "gpus", "driver",
 OK, FAILED, SKIPPED = "ok", "error", "skipped"
 
 Part = dict[str, Any]
-"""status (of the three), reason (why it is not ok), measured_at, seconds, conditions, rows."""
+"""status (of the three), reason (why it is not ok), measured_at, seconds, conditions and state (as
+below), rows."""
 
 
 def path_of(results_dir: str | Path, fingerprint: str | None = None) -> Path:
@@ -90,6 +91,7 @@ class Calibration:
             "measured_at": datetime.now(UTC),
             "seconds": seconds,
             "conditions": conditions(),
+            "state": state() if rows else {},
             "rows": list(rows),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +118,13 @@ class Calibration:
     def curve_rows(self) -> list[dict[str, Any]]:
         """Rows of the collectives' parts: kind, path, world, mode, bytes, times."""
         return [row for part in self.parts.values() for row in part["rows"] if "bytes" in row]
+
+
+def state() -> dict[str, float | None]:
+    """The machine right behind a part: load, clocks, temperatures, processes on its GPUs."""
+    from harness.telemetry import read
+
+    return {f"{row['device']}.{row['name']}": row["value"] for row in read("after")}
 
 
 def conditions() -> dict[str, Any]:

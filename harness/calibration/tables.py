@@ -83,6 +83,17 @@ def _cells(row: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
+def remarks(calibration: Calibration) -> list[str]:
+    """What is said below the tables."""
+    shared = [
+        name
+        for name, part in calibration.parts.items()
+        if any(value for key, value in part["state"].items() if key.endswith(".other_processes"))
+    ]
+    beside = [f"others computed on a GPU beside {', '.join(shared)}"] if shared else []
+    return [NOTE, *beside]
+
+
 NOTE = "us: median, or the mean (m) where the timer's tick is above 1 % of it; less the floor"
 
 

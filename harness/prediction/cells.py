@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from engine.shape import ModelShape
+from harness.marker import worst_status
 from harness.prediction.model import Cell, PredictionError
 from harness.store import load
 
@@ -79,6 +80,9 @@ def measured(runs: Sequence[Path]) -> Measured:
     for point_id, rows in frame.groupby("point_id", sort=False):
         first = rows.iloc[0]
         try:
+            status = worst_status(rows["status"])  # of its fresh engines
+            if status != "ok":
+                raise PredictionError(f"status {status}")
             cell, settings = _cell(first, steps.get(str(point_id)), shapes)
         except (PredictionError, ConfigError) as error:
             notes[str(error)] = notes.get(str(error), 0) + 1
@@ -106,8 +110,6 @@ def _cell(
     """Raises:
     PredictionError, ConfigError: the point is no cell; the text says why.
     """
-    if row["status"] != "ok":
-        raise PredictionError(f"status {row['status']}")
     asked, effective = json.loads(row["requested"]), json.loads(row["effective"])
     work = asked["workload"]
     if work["kind"] not in ("decode", "prefill"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from harness.calibration.file import OK, Calibration
 from harness.calibration.measure import calibrate
 from harness.calibration.parts import DEVICE_PARTS, plan, sizes
 from harness.machine import Machine
+from harness.nvml import Sampler
+from harness.telemetry import read
 
 pytestmark = pytest.mark.gpu
 
@@ -54,3 +57,20 @@ def test_collectives_of_two_gpus(tmp_path: Path) -> None:
         assert eager[size]["transfer_us"] == pytest.approx(row["transfer_us"], abs=limit)
         assert row["wait_us"] <= max(2.0, 0.1 * row["transfer_us"])  # ranks begin together
     assert graph[64 << 20]["transfer_us"] > 4 * graph[2 << 10]["transfer_us"]
+
+
+def test_a_gpu_is_sampled() -> None:
+    rows = {row["name"]: row for row in read("before") if row["device"] == "gpu0"}
+    assert {name: r["reason"] for name, r in rows.items() if r["value"] is None} == {}
+    x = torch.zeros(8, device="cuda")
+    with Sampler() as sampler:
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + 0.55:
+            x.add_(1)
+            torch.cuda.synchronize()
+    *samples, cost = sampler.rows(begin)
+    clocks = [r["value"] for r in samples if r["name"] == "sm_clock_mhz" and r["device"] == "gpu0"]
+    assert 2 <= len(clocks) <= 7 and min(clocks) > 0
+    assert 0 < cost["value"] < 0.5
+    after = {row["name"]: row for row in read("after") if row["device"] == "gpu0"}
+    assert after["energy_j"]["value"] > rows["energy_j"]["value"]

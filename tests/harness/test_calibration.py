@@ -14,8 +14,9 @@ from harness.calibration import command, file, measure
 from harness.calibration.crew import Crew
 from harness.calibration.file import Calibration
 from harness.calibration.parts import default_worlds, obstacle, sizes
-from harness.calibration.tables import tables
+from harness.calibration.tables import remarks, tables
 from harness.machine import Machine
+from tests.support.fake_nvml import install, reading
 from tests.support.meters import BrokenMeter, ToldMeter
 
 CPU = Machine(gpus=0, cores=2, cxx=None, packages={})
@@ -41,6 +42,20 @@ def test_parts_are_kept_and_what_is_missing_is_named(calibration: Calibration) -
     assert [p.name for p in calibration.path.parent.iterdir()] == ["0123.json"]
     found = json.loads(calibration.path.read_text())
     assert found["machine"]["fingerprint"] == hardware.fingerprint()
+
+
+def test_a_part_says_how_the_machine_was_behind_it(
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, reading(sm=1410, pids=[1]), reading())
+    calibration.put("read", [figure("read_bytes_s", 4e12)])
+    state = calibration.parts["read"]["state"]
+    assert (state["gpu0.sm_clock_mhz"], state["gpu1.sm_clock_mhz"]) == (1410.0, 1980.0)
+    assert (state["gpu0.other_processes"], state["gpu1.other_processes"]) == (1.0, 0.0)
+    assert remarks(calibration)[1:] == ["others computed on a GPU beside read"]
+    install(monkeypatch, reading())
+    calibration.put("read", [figure("read_bytes_s", 4e12)])
+    assert remarks(calibration)[1:] == []
 
 
 def test_a_failure_never_takes_the_place_of_a_measurement(calibration: Calibration) -> None:

@@ -93,7 +93,7 @@ def test_mean_decode_cost_is_the_mean_over_the_steps() -> None:
 def test_utilisation_needs_a_measured_ceiling() -> None:
     cost = roofline.StepCost(weights_bytes=4_000, kv_bytes=0, logits_bytes=0, flops=1e6)
     assert roofline.utilisation(cost, 100.0, 2, None) == (
-        None, None, "no ceiling was measured on this machine"
+        None, None, "no ceiling of a GPU was measured on this machine"
     )  # fmt: skip
     ceilings = roofline.Ceilings(read_bytes_s=1e8, matmul_flops_s=1e11)
     mbu, mfu, reason = roofline.utilisation(cost, 100.0, 2, ceilings)
