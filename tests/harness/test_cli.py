@@ -233,8 +233,8 @@ def test_hydra_answers_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["sweep", "tp=1"]) == 2
     assert capsys.readouterr().err == (
-        "sweep: no such command; choose one of run, list, profile, collect, compare, doctor, or "
-        "see python -m harness --help\n"
+        "sweep: no such command; choose one of run, list, profile, collect, compare, calibrate, "
+        "predict, doctor, or see python -m harness --help\n"
     )
 
 
