@@ -121,13 +121,13 @@ def write_nsys(folder: Path, *, version: str = "2025.3.2.474") -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    from harness import ceilings, commands
+    from harness import commands
     from harness.__main__ import conf_folder
     from harness.launcher import run
 
     assert arguments[0] == "run"
     Machine.probe = classmethod(lambda cls: GPUS)  # type: ignore[method-assign, assignment]
-    ceilings.ensure = lambda cfg: "there is no GPU"
+    commands.ensure = lambda cfg: "there is no GPU"
     run_points = partial(commands.run_points, functions=FUNCTIONS)
     return run(arguments[1:], conf_folder(), run_points)
 
