@@ -137,7 +137,8 @@ class Results:
         return [path for path in found if not path.parent.name.startswith(".")]
 
     def table(self, name: str, columns: Iterable[str] | None = None) -> pd.DataFrame:
-        """The rows of all points; `columns` in the order given.
+        """The rows of all points; `columns` in the order given. A column that came into the
+        catalogue after a file was written is null there; one that may not be null must be there.
 
         Raises:
             KeyError: no such table or column.
@@ -151,19 +152,22 @@ class Results:
         wanted = list(columns if columns is not None else (self._columns or ()))
         wanted = [schema.column(name, c).name for c in wanted]
         wanted = wanted or [c.name for c in schema.TABLES[name]]
-        empty = pa.schema([arrow_schema(name).field(c) for c in wanted]).empty_table()
+        fields = pa.schema([arrow_schema(name).field(c) for c in wanted])
         parts = []
         for path in self.files(name):
             try:
                 with pq.ParquetFile(path) as file:
                     _check_version(path, file.schema_arrow.metadata)
-                    parts.append(file.read(columns=wanted).select(wanted))
+                    there = set(file.schema_arrow.names)
+                    read = [f.name for f in fields if f.name in there or not f.nullable]
+                    parts.append(file.read(columns=read).select(read))
             except (OSError, pa.ArrowException, KeyError) as error:
                 raise StoreError(
                     f"{path} is damaged ({' '.join(str(error).split())}); resume={self.run_dir} "
                     "beside the settings of the run measures its point again"
                 ) from error
-        merged = pa.concat_tables(parts or [empty], promote_options="permissive")
+        # The catalogue's own fields stand first, so that every column is there and in order.
+        merged = pa.concat_tables([fields.empty_table(), *parts], promote_options="permissive")
         return merged.to_pandas(types_mapper=_pandas_type)
 
     def __dir__(self) -> list[str]:

@@ -142,3 +142,23 @@ def test_an_all_null_text_column_stays_text() -> None:
     table = to_arrow("points", points("a", reason=None))
     assert table.schema.field("reason").type == pa.string()
     assert table["reason"].to_pylist() == [None]
+
+
+def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None:
+    """One that may not be null makes the file damaged instead."""
+    for point in ("old", "new"):
+        rows = {
+            "run_id": ["r"], "point_id": [point], "process": [0], "repeat": [0], "rank": [0],
+            "name": ["kv_bytes"], "bytes": [5], "reason": ["because"],
+        }  # fmt: skip
+        write_point(tmp_path / "points" / point, {"points": points(point), "memory": rows})
+    file = tmp_path / "points" / "old" / "memory.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns(["reason"]), file)
+    frame = load(tmp_path).table("memory", ["reason", "point_id"])
+    assert frame.columns.tolist() == ["reason", "point_id"]
+    found = dict(zip(frame["point_id"], frame["reason"], strict=True))
+    assert found["new"] == "because" and pd.isna(found["old"])
+    pq.write_table(table.drop_columns(["rank"]), file)
+    with pytest.raises(StoreError, match=r"old/memory\.parquet is damaged"):
+        load(tmp_path).table("memory", ["rank"])
