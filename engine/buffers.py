@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
+from engine.readback import DEPTH
 from engine.step import StepPlan
 
 _ALIGN = 16  # bytes; what compiled code and vectorised kernels expect of a tensor's start
-_HOSTS = 2  # pinned sides, as many as steps may be in flight
 _TOKEN_ARRAYS = 3  # input ids, positions, slot mapping
 
 
@@ -67,7 +67,7 @@ class _Mirror:
         on_gpu = device.type == "cuda"
         memories = [
             torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-            for _ in range(_HOSTS if on_gpu else 1)
+            for _ in range(DEPTH if on_gpu else 1)
         ]
         self._device = torch.zeros_like(memories[0], device=device) if on_gpu else memories[0]
 
@@ -91,8 +91,9 @@ class _Mirror:
         return self._hosts[self._turn][1]
 
     def turn(self) -> None:
-        """Goes to the other host side. A side may be written again once the step that it was
-        uploaded for has been collected, which orders the copy before."""
+        """Goes to the other host side, that of DEPTH steps before. Rank 0 has collected that step,
+        or the plan of this one would not be there; so its copies are done on every rank, since
+        the step's collectives stand behind them."""
         self._turn = (self._turn + 1) % len(self._hosts)
 
     def token_arrays(self, tokens: int) -> tuple[np.ndarray, torch.Tensor]:

@@ -48,19 +48,19 @@ class EngineCore:
         self._runner = runner
         self._tell_ranks = tell_ranks
         self._pool = BlockPool(config.num_pages, config.page_size, config.prefix_cache)
+        self._depth = DEPTH if config.overlap else 1
         self._scheduler = Scheduler(
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             eos_token_ids=runner.shape.eos_token_ids,
-            depth=DEPTH if config.overlap else 1,
+            depth=self._depth,
         )
         self._vocab_size = runner.shape.vocab_size
         self._eos = runner.shape.eos_token_ids
         self._tokenizer = Tokenizer(config.model)  # loaded by the first request with stop strings
         self._streams: set[Request] = set()
-        self._depth = DEPTH if config.overlap else 1
         self._flying: deque[_Flying] = deque()
         self._collected_ns = 0
         self._next_step = 0
@@ -171,13 +171,10 @@ class EngineCore:
         return Results(finished, tuple((r.request_id, r.output_ids[-1]) for r in heard))
 
     def _abandon(self) -> None:
-        """A step that raised (an observer, the device): every request ends as aborted, and since
-        nobody knows which K/V was written, no cached prefix is trusted any more."""
-        self._end(self._scheduler.abort_all())
+        """A step that raised (an observer, the device, a tokenizer): every request ends as aborted,
+        and since nobody knows which K/V was written, no cached prefix is trusted any more."""
         self._flying.clear()
-        for schedule in self._scheduler.in_flight:
-            sampled = [0] * sum(seq.samples for seq in schedule.seqs)
-            self._ended += self._scheduler.update(schedule, sampled, time.perf_counter())
+        self._end(self._scheduler.abandon())
         self._pool.reset_prefix_cache()
 
     def _end(self, aborted: list[Request]) -> None:

@@ -58,7 +58,7 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.synchronize()
+        self.synchronize()
 
     def capture(
         self, parts: Sequence[Work], listening: AbstractContextManager[object]
@@ -80,7 +80,7 @@ class Recorder:
                         stack.close()
                 finally:
                     graph.capture_end()
-        torch.cuda.synchronize()
+        self._stream.synchronize()
         return graphs
 
     def free_bytes(self) -> int:
@@ -88,7 +88,9 @@ class Recorder:
         return torch.cuda.mem_get_info()[0]
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        """Waits for the engine's own work. Not for the device: where another engine of the process
+        captures on it, that would be an error in both."""
+        torch.cuda.current_stream().synchronize()
 
 
 class DecodeGraphs:

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 
 from engine.logprobs import LogprobTensors
-from engine.readback import Pending
+from engine.readback import Pending, Readback
 from engine.sampling_plan import SamplingPlan
 
 
@@ -30,9 +30,21 @@ class Launched:
     prompt_logprobs: LogprobTensors | None = None
     pending: Pending | None = None
 
+    def on_its_way(self, readback: Readback) -> Launched:
+        """With everything that rank 0 reads enqueued behind the step, so that reading it waits for
+        no later one."""
+        logprobs, prompt = self.logprobs, self.prompt_logprobs
+        return Launched(
+            self.ids,
+            self.plan,
+            None if logprobs is None else logprobs.to_host(),
+            None if prompt is None else prompt.to_host(),
+            readback.begin(self.ids),
+        )
+
     def keep_logprobs(self) -> None:
         """Hands the log-probabilities to their requests, once the ids have been booked: a request
-        that was aborted meanwhile got no token and gets no entry."""
+        that ended meanwhile (aborted, or a token too many) got no token and gets no entry."""
         plan = self.plan
         if plan is None:
             return

@@ -51,6 +51,10 @@ class LogprobTensors:
         """The rows of all parts, which have the same n."""
         return cls(*(torch.cat([getattr(p, name) for p in parts]) for name in cls.__slots__))
 
+    def to_host(self) -> LogprobTensors:
+        """On their way to the host, readable once an event recorded behind this has come."""
+        return LogprobTensors(*(_to_host(getattr(self, name)) for name in self.__slots__))
+
     def read(self, tops: Sequence[int]) -> Iterator[TokenLogprobs]:
         """The rows on the host, each with its own number of most probable tokens, tops [R]."""
         columns = (getattr(self, name).tolist() for name in self.__slots__)
@@ -58,6 +62,13 @@ class LogprobTensors:
         for token_id, logprob, rank, top_ids, top_logprobs, top in rows:
             alternatives = zip(top_ids[:top], top_logprobs[:top], strict=True)
             yield TokenLogprobs(token_id, logprob, rank, tuple(alternatives))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _ordered(logits: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,9 @@ class Rank:
         """-> the reply's value; what it is stands beside the case."""
         match message:
             case Attach(factories):
+                # Those before go without a result, and so do graphs with them inside.
+                self.runner.synchronize()
+                self.runner.forget_observed_graphs()
                 comm = self.runner.comm
                 device = str(self.runner.device)
                 context = ObserverContext(

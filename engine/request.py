@@ -35,7 +35,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence inside the engine, one of the `n` of a prompt; the scheduler alone changes it.
+    """One sequence inside the engine, one of the `n` of a prompt; the scheduler moves it.
 
     Invariant that block counts rest on: when a step is planned, `num_tokens` counts the token whose
     K/V it writes, be its id known or still in flight, and K/V is needed for positions

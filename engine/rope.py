@@ -248,6 +248,11 @@ def _number(
         value = default
         if value is None:
             raise ConfigError(f"{place} has no {name}: add it")
+        if value < at_least:
+            raise ConfigError(
+                f"{place} has no {name}, and the lengths in it give {value:g}: add one of at least "
+                f"{at_least:g}"
+            )
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and value > 0 and value >= at_least):

@@ -129,7 +129,7 @@ class Runner:
             launched = self._replay(graphs, bucket, plan, sampling)
         self.comm.step_end(info)
         if self.comm.rank == 0:
-            launched = replace(launched, pending=self._readback.begin(launched.ids))
+            launched = launched.on_its_way(self._readback)
         self._steps.append(info, begin, time.perf_counter_ns())
         return launched
 
@@ -214,7 +214,7 @@ class Runner:
     def synchronize(self) -> None:
         """Waits for everything this rank has enqueued."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def forget_observed_graphs(self) -> None:
         """Drops graphs that were captured with observers inside."""
@@ -283,7 +283,7 @@ class Runner:
             self._forward(*self._buffers.fill(plan))
         self._execution.warmed_up()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter() - begin
 
 

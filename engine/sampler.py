@@ -12,7 +12,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 class Sampler:
     """Greedy and temperature sampling of a batch; the same operations whatever the rows ask for, no
-    host synchronisation, so that it runs alike in eager, compiled and captured form. (The runner
+    host synchronisation, so that it runs alike in eager, compiled and captured form. (StepSampler
     takes a plain argmax instead where the host knows that every row is greedy.)
 
     A row with temperature T > 0 is sampled by an exponential race: argmax of

@@ -90,17 +90,8 @@ class Scheduler:
         return len(self._waiting) + sum(map(len, self._held.values()))
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._requests)
-
-    @property
-    def in_flight(self) -> tuple[Schedule, ...]:
-        """Steps that are planned and not yet booked by `update`, the oldest first."""
-        return tuple(self._in_flight)
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -140,10 +131,19 @@ class Scheduler:
         self._let_go([request])
         return request
 
-    def abort_all(self) -> list[Request]:
-        """Ends every request whose step is not in flight, and returns them."""
-        aborted = [self.abort(request_id) for request_id in list(self._requests)]
-        return [request for request in aborted if request is not None]
+    def abandon(self) -> list[Request]:
+        """After a step that raised, wherever it was: forgets what is in flight and ends every
+        request; returns those that had not ended."""
+        ended = list(self._requests.values())
+        for request in [*ended, *self._surplus]:
+            request.steps_in_flight = request.tokens_in_flight = 0
+        for request in self._surplus:
+            self._vacate(request)
+        for kept in (self._surplus, self._in_flight, self._waiting, self._running, self._held):
+            kept.clear()
+        for request in ended:
+            self._finish(request, FinishReason.ABORT)
+        return ended
 
     def schedule(self) -> Schedule:
         """Plans the next step. Empty when no request is left or when the step in flight must be

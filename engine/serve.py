@@ -31,9 +31,11 @@ def serve(
                     for request_id in request_ids:
                         core.abort(request_id)
                 case Ask() as ask:
-                    for results in core.settle():
-                        _send(results, send)
-                    control(ask)
+                    try:
+                        for results in core.settle():
+                            _send(results, send)
+                    finally:  # whoever asks is answered, whatever became of the steps
+                        control(ask)
                 case Close():
                     return
         _send(core.step(), send)

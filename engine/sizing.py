@@ -37,7 +37,7 @@ def pages_that_fit(
     batch, _ = buffers.fill(StepPlan.dummy(config, config.max_num_batched_tokens, page=0))
     hidden = model(batch, kv_cache)
     model.compute_logits(hidden, batch)
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
     activations = torch.cuda.max_memory_allocated(device) - before
     del hidden, batch, kv_cache
     torch.cuda.empty_cache()

@@ -52,9 +52,10 @@ class StepLog:
         self._count += 1
 
     def set_wall(self, step: int, begin_ns: int, end_ns: int) -> None:
-        """Stamps the row of a step, if it was not drained already: steps are logged in order."""
-        row = step - int(self._rows[0]["step"])
-        if 0 <= row < self._count:
+        """Stamps the row of a step, if it was not drained already. Numbers grow and may have gaps:
+        a step that raised left no row."""
+        row = int(np.searchsorted(self._rows["step"][: self._count], step))
+        if row < self._count and self._rows[row]["step"] == step:
             self._rows[row]["wall_begin_ns"] = begin_ns
             self._rows[row]["wall_end_ns"] = end_ns
 

@@ -144,8 +144,6 @@ class _Budget:
 
 def _check(path: Path, wanted: dict[str, CheckpointTensor], sources: dict[str, FileTensor]) -> None:
     _check_names(path, wanted, sources)
-    if HEAD in sources and HEAD not in wanted:
-        _check_tied(sources[TABLE], sources[HEAD])
     for name, tensor in wanted.items():
         source = sources[name]
         if source.shape != tensor.shape:
@@ -157,6 +155,8 @@ def _check(path: Path, wanted: dict[str, CheckpointTensor], sources: dict[str, F
             raise CheckpointError(
                 f"{source.file}: {name}: dtype {source.dtype} is not one of {', '.join(FLOATS)}"
             )
+    if HEAD in sources and HEAD not in wanted:
+        _check_tied(sources[TABLE], sources[HEAD])
 
 
 def _check_tied(table: FileTensor, head: FileTensor) -> None:

@@ -26,7 +26,7 @@ tpot              s    (last - first token) / (tokens - 1) of a request
 itl               s    gap between consecutive tokens of a request
 e2e               s    arrival to last token
 step_us           us   a clean step (GPU: its device time, by the step pass); ranks reduced first
-step_host_us      us   a step from plan to collect on rank 0
+step_host_us      us   plan to collect on rank 0, less what the step before took of it
 between_steps_us  us   end of one step to begin of the next on rank 0, idle time included
 padding           1    rows that a graph bucket added / bucket size
 preemptions       1    preemptions in the window

@@ -75,7 +75,7 @@ def energy_figure(rows: FigureRows, windows: Sequence[Window], devices: Sequence
 def rate(window: Window, phase: int) -> tuple[float | None, int]:
     """(tokens/s, steps) of the steps of one phase alone: pure decode steps give one token a
     sequence, prefill steps compute prompt tokens (cache hits are not among them). The time is from
-    plan to collect on rank 0. None where there is no such step."""
+    plan to collect on rank 0, less what the step before took of it. None without such a step."""
     log = window.steps[0]
     log = log[log["phase"] == phase]
     wall_ns = int((log["wall_end_ns"] - log["wall_begin_ns"]).sum())

@@ -157,7 +157,7 @@ samples      int!    - sequences that sampled a token
 mode         string! - how the forward ran
 begin_ns     int!    ns host clock (perf_counter) at the begin of the forward
 device_us    float   us forward and sampling on this rank; CPU: host time; GPU: stamps, else null
-host_us      float   us plan to collect, rank 0 only
+host_us      float   us plan to collect, less what the step before took of it; rank 0 only
 skew_asked_us float  us skew pass: how long one rank was to be delayed before each all-reduce
 skew_us      float   us skew pass: mean of this rank's own delays, as they came out
 padding      float!  1 rows that a graph bucket added / bucket

@@ -50,5 +50,6 @@ def attend(
 
 def num_splits(num_seqs: int, kv_heads: int) -> int:
     """Parts that the keys of each decoding sequence are split into. It depends on what a CUDA graph
-    keeps and not on lengths, so that a replay computes what the same step computes uncaptured."""
+    keeps and not on lengths, so that a replay computes what the same padded batch computes
+    uncaptured."""
     return max(1, min(_MAX_SPLITS, _PROGRAMS // (num_seqs * kv_heads)))

@@ -108,6 +108,18 @@ def test_a_head_that_contradicts_tied_weights_is_refused(
         loaded(path)
 
 
+def test_tied_tables_of_a_foreign_dtype_are_refused(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        table = torch.zeros_like(tensors["model.embed_tokens.weight"], dtype=torch.int8)
+        tensors |= {"model.embed_tokens.weight": table, "lm_head.weight": table.clone()}
+
+    path = altered(checkpoints(tied=True), tmp_path, change)
+    with pytest.raises(CheckpointError, match="embed_tokens.weight: dtype I8 is not one of"):
+        loaded(path)
+
+
 def test_untied_checkpoint_needs_its_head(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = altered(checkpoints(), tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"1 \(lm_head.weight\) missing, none unknown"):

@@ -185,6 +185,10 @@ def test_old_and_new_places_are_read(
         ({"factor": 4.0}, "no rope_type: add one of default, linear, dynamic, yarn"),
         ({"rope_type": "linear"}, "has no factor: add it"),
         ({"rope_type": "yarn"}, "has no factor: add it"),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 81920},
+            "no factor, and the lengths in it give 0.5: add one of at least 1",
+        ),
         ({"rope_type": "linear", "factor": "4.0"}, "factor='4.0' must be a number of at least 1"),
         ({"rope_type": "dynamic", "factor": 0.5}, "factor=0.5 must be a number of at least 1"),
         ({"rope_type": "linear", "factor": float("inf")}, "factor=inf must be"),

@@ -126,7 +126,7 @@ def test_a_full_house_waits_for_a_slot() -> None:
     short = SamplingParams(max_tokens=2, ignore_eos=True)
     a, b, c = engine.add("a", 3, short), engine.add("b", 3), engine.add("c", 3)
     engine.step()
-    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 1)
+    assert (len(engine.scheduler._running), engine.scheduler.num_waiting) == (2, 1)
     assert {a.slot, b.slot, c.slot} == {0, 1, -1}
     freed = a.slot
     engine.step()
