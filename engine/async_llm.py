@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any
 from engine.call import Call, StreamUpdate
 from engine.client import Client, Event
 from engine.config import EngineConfig
+from engine.errors import RequestError
 from engine.intake import Prompt
 from engine.llm import LLM
 from engine.request import Request, RequestOutput
@@ -22,11 +24,12 @@ class AsyncLLM:
     """An engine whose requests are awaited. What any number of tasks ask is served together.
 
     >>> async with AsyncLLM("path/to/qwen3", tp=2) as llm:
-    ...     async for update in llm.stream("Hello"):
-    ...         print(update.text, end="")
+    ...     async with llm.stream("Hello") as stream:
+    ...         async for update in stream:
+    ...             print(update.text, end="")
 
     Steps run where they run for LLM: at tp=1 on the engine's own thread, else in the ranks. A task
-    that is cancelled aborts its request.
+    that is cancelled while it awaits an output or an update aborts its request.
 
     Args:
         as of LLM; checked now, but nothing is loaded before `start`.
@@ -40,6 +43,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path | EngineConfig, **options: Any) -> None:
         self.config = LLM.configuration(model, **options)
         self._llm: LLM | None = None
+        self._loading = threading.Lock()  # not asyncio's, which belongs to one loop
 
     @property
     def llm(self) -> LLM:
@@ -50,14 +54,28 @@ class AsyncLLM:
         return self._llm
 
     async def start(self) -> None:
-        """Loads the model, in a thread."""
-        if self._llm is None:
-            self._llm = await asyncio.to_thread(LLM, self.config)
+        """Loads the model and, if the folder has one, its tokenizer, in a thread; repeatable, by
+        several tasks at once too, and one that was cancelled may be called again."""
+        await asyncio.to_thread(self._load)
+
+    def _load(self) -> None:
+        with self._loading:
+            if self._llm is not None:
+                return
+            llm = LLM(self.config)
+            with suppress(RequestError):  # without one, texts are refused, each by itself
+                _ = llm.tokenizer
+            self._llm = llm
 
     async def close(self) -> None:
-        """Ends the engine; repeatable. Tasks that still wait hear a RuntimeError."""
-        if self._llm is not None:
-            await asyncio.to_thread(self._llm.close)
+        """Ends the engine, once it has loaded if it is about to; repeatable. Tasks that still wait
+        hear a RuntimeError."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        with self._loading:
+            if self._llm is not None:
+                self._llm.close()
 
     async def generate(
         self,
@@ -115,7 +133,14 @@ class AsyncLLM:
 class AsyncStream:
     """Updates of one request as its tokens come, samples mixed as the engine serves them.
 
-    Leaving it early (break, aclose(), an exception, the task's cancellation) aborts what remains.
+    >>> async with llm.stream("Hello") as stream:
+    ...     async for update in stream:
+    ...         print(update.text, end="")
+
+    aclose(), the end of an `async with` (or of contextlib.aclosing), and an exception raised while
+    waiting for an update, the task's cancellation for one, abort what remains. So does the death of
+    a stream that nothing refers to. `break`, or an exception in the body of a loop, does not end a
+    stream that a name or a traceback still holds: without `async with` its request runs on as long.
 
     Attributes:
         request_id: for AsyncLLM.abort.
@@ -144,6 +169,17 @@ class AsyncStream:
         """Aborts what has not finished; repeatable."""
         self._events.close()
 
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
     def __del__(self) -> None:
         if hasattr(self, "_events"):
             self._events.close()
@@ -158,8 +194,12 @@ class _Events:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.closed = False
-        client.open([call], self._put)
-        client.submit([call])
+        try:
+            client.open([call], self._put)
+            client.submit([call])
+        except BaseException:
+            self.close()
+            raise
 
     async def next(self) -> Event:
         """Raises the event if it is an error."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.request import FinishReason, Request, RequestOutput
-from engine.text import StopText
-
-Decode = Callable[[Sequence[int]], str]
+from engine.text import Decode, StopText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import queue
 import threading
@@ -90,20 +91,23 @@ class Client:
         with self._lock:
             self._check()
             for call in calls:
+                if call.finished:
+                    continue
                 if call.request_id in self._calls:
                     call.refuse(
                         f"request_id={call.request_id!r} is in use: give each request an id of "
                         "its own"
                     )
-                if not call.finished:
+                else:
                     self._calls[call.request_id] = call
                     self._sinks.update({r.request_id: (call, sink) for r in call.requests})
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Sends the requests of these calls, in order, but for those that have ended already."""
+        """Sends the requests of these calls, in order, but for those that have ended already or
+        were given up with a step that failed."""
         with self._lock:
             self._check()
-            requests = [r for c in calls for r in c.requests if r.finish_reason is None]
+            requests = [r for c in calls for r in c.requests if r.request_id in self._sinks]
             for call in calls:
                 call.sent = True
             if requests:
@@ -128,10 +132,11 @@ class Client:
     def drop(self, calls: Sequence[Call]) -> None:
         """Ends what is left of these calls; nobody hears of it."""
         with self._lock:
-            left = [r.request_id for c in calls for r in c.requests if r.request_id in self._sinks]
-            for request_id in left:
-                call, _ = self._sinks.pop(request_id)
-                self._calls.pop(call.request_id, None)
+            left = []
+            for call in calls:
+                ids = [r.request_id for r in call.requests]
+                left += [i for i in ids if self._sinks.pop(i, None) is not None]
+                self._forget(call)  # also one that an interrupt left without sinks
             if left and self._error is None:
                 self._send(Abort(tuple(left)))
 
@@ -150,7 +155,7 @@ class Client:
                 reply = replies.get()
                 error = reply.error if isinstance(reply, Reply) else reply
                 if error is not None:
-                    raise error
+                    raise error  # nobody else has it
                 assert isinstance(reply, Reply)
                 values[reply.rank] = reply.value
         finally:
@@ -169,8 +174,9 @@ class Client:
             case Results(finished, tokens):
                 with self._lock:
                     for request_id, token_id in tokens:
-                        if request_id in self._sinks:  # else its caller has left
-                            self._sinks[request_id][1](Token(request_id, token_id))
+                        found = self._sinks.get(request_id)
+                        if found is not None:  # else its caller has left
+                            found[1](Token(request_id, token_id))
                     for request in finished:
                         self._finish(request)
             case Reply(ticket=ticket):
@@ -188,8 +194,12 @@ class Client:
             return
         call, sink = found
         if not any(r.request_id in self._sinks for r in call.requests):
-            del self._calls[call.request_id]
+            self._forget(call)
         sink(request)
+
+    def _forget(self, call: Call) -> None:
+        if self._calls.get(call.request_id) is call:  # not another's of the same id
+            self._calls.pop(call.request_id, None)  # the collector may have come in between
 
     def _fail(self, error: BaseException, for_good: bool) -> None:
         with self._lock:
@@ -198,13 +208,27 @@ class Client:
             if for_good:
                 self._error = error
                 for replies in list(self._replies.values()):
-                    replies.put(error)
-            sinks = [sink for _, sink in self._sinks.values()]
-            self._sinks.clear()
+                    replies.put(_copy(error))
+            left, self._sinks = self._sinks, {}
             self._calls.clear()
-            for sink in sinks:
-                sink(error)
+            if left and not for_good:
+                # The engine has ended what it had, but not what still lies in its inbox.
+                self._send(Abort(tuple(left)))
+            for _, sink in left.values():
+                sink(_copy(error))
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise _copy(self._error)
+
+
+def _copy(error: BaseException) -> BaseException:
+    """One for each who raises it: raising adds the raiser's frames to an exception's traceback,
+    and threads would write into the same one. The frames that it has already stay."""
+    try:
+        own = copy.copy(error)
+    except Exception:  # an observer's, say, whose class does not copy: all raise the same
+        return error
+    own.__cause__, own.__context__ = error.__cause__, error.__context__
+    own.__suppress_context__ = error.__suppress_context__
+    return own.with_traceback(error.__traceback__)

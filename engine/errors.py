@@ -30,3 +30,6 @@ class EngineDeadError(RuntimeError):
         self.rank = rank
         self.exitcode = exitcode
         self.worker_traceback = worker_traceback
+
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str]]:
+        return type(self), (self.rank, self.exitcode, self.worker_traceback)

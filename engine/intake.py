@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from engine.call import Call
@@ -19,6 +22,8 @@ Prompt = str | Sequence[int]
 # Odd and unlike each other, so that consecutive requests and samples get distant, distinct seeds.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SAMPLE_STEP = 0xD1B54A32D192ED03
+_NAMELESS = "#{}"  # the id of a request that was given none, by its ordinal
+_RESERVED = re.compile(r"#[0-9]+")
 
 
 class Intake:
@@ -44,8 +49,11 @@ class Intake:
         """One call a prompt. One that cannot be read is refused, which the call says.
 
         Raises:
-            RequestError: as many params, ids or arrivals as prompts are needed, of their types.
+            RequestError: as many params, ids or arrivals as prompts are needed, of their types;
+                arrivals in [0, threading.TIMEOUT_MAX] s, 292 years.
         """
+        if isinstance(request_ids, str):
+            raise RequestError(f"request_ids={request_ids!r} is one text: give a list, one each")
         count = len(prompts)
         if params is None:
             params = SamplingParams()
@@ -57,10 +65,17 @@ class Intake:
                 raise RequestError(f"{len(given)} {name} for {count} prompts: give one each")
         _check_types("params", each, SamplingParams)
         _check_types("request_ids", [] if request_ids is None else ids, str)
+        _check_types("arrivals_s", offsets, Real)
+        for offset in offsets:
+            if not 0 <= offset <= threading.TIMEOUT_MAX:  # nor NaN
+                raise RequestError(
+                    f"arrivals_s: {offset!r} is no time to wait for: give seconds from the call, "
+                    f"0 to {threading.TIMEOUT_MAX:.0f}"
+                )
         now = time.perf_counter()
         rows = zip(prompts, each, ids, offsets, strict=True)
         return [
-            self._call(index, prompt, param, request_id, now + offset, streams)
+            self._call(index, prompt, param, request_id, now + float(offset), streams)
             for index, (prompt, param, request_id, offset) in enumerate(rows)
         ]
 
@@ -78,6 +93,13 @@ class Intake:
             prompt_ids, refusal = self._encode(prompt), None
         except RequestError as error:
             prompt_ids, refusal = [], str(error)
+        if request_id is None:
+            request_id = _NAMELESS.format(ordinal)
+        elif _RESERVED.fullmatch(request_id):
+            refusal = (
+                f"request_id={request_id!r} is what the engine calls requests without an id: give "
+                "another, or none"
+            )
         derived = (self._seed + (ordinal + 1) * _SEED_STEP) % 2**63
         seed = derived if params.seed is None else params.seed
         later = params  # of samples 1 ..: they share the prompt, so its log-probabilities too
@@ -98,7 +120,7 @@ class Intake:
         ]
         wants_text = isinstance(prompt, str) or params.stop
         decode = self._tokenizer.decode if wants_text else None
-        call = Call(leader if request_id is None else request_id, index, requests, decode)
+        call = Call(request_id, index, requests, decode)
         if refusal is not None:
             call.refuse(refusal)
         return call
@@ -115,6 +137,8 @@ class Intake:
 
 
 def _check_types(name: str, values: Sequence[Any], kind: type) -> None:
-    bad = next((value for value in values if not isinstance(value, kind)), None)
-    if bad is not None:
-        raise RequestError(f"{name}: {bad!r} is a {type(bad).__name__}: give {kind.__name__}")
+    for value in values:
+        if not isinstance(value, kind):
+            raise RequestError(
+                f"{name}: {value!r} is a {type(value).__name__}: give {kind.__name__}"
+            )

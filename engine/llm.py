@@ -99,14 +99,21 @@ class LLM:
         Args:
             prompts: texts, or token ids.
             params: one for all, or one each.
-            arrivals_s: when each request arrives, seconds from this call; None: all at once.
-            request_ids: names for `abort`, one each; None: the ordinals of the requests.
+            arrivals_s: when each request arrives, finite seconds >= 0 from this call; None: all at
+                once.
+            request_ids: names for `abort`, one each, not of the form "#3": that is what requests
+                without a name are called, by their ordinals.
 
         A request that cannot be served comes back with finish_reason "error" and says why in
         `error`; the others are served.
+
+        Raises:
+            RequestError: `prompts` is one prompt, or another argument is not of the form above;
+                nothing was started.
         """
-        if isinstance(prompts, str):
-            raise RequestError("prompts is one text: give a list of prompts")
+        if _is_one(prompts):
+            what = "text" if isinstance(prompts, str) else "prompt of token ids"
+            raise RequestError(f"prompts is one {what}: give a list of prompts")
         calls = self.intake.calls(prompts, params, request_ids, arrivals_s)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         try:
@@ -148,8 +155,9 @@ class LLM:
     ) -> Stream:
         """Starts the requests and hands out their tokens and text as they come.
 
-        >>> for update in llm.stream("Hello"):
-        ...     print(update.text, end="", flush=True)
+        >>> with llm.stream("Hello") as stream:
+        ...     for update in stream:
+        ...         print(update.text, end="", flush=True)
 
         Args:
             prompts: one prompt or several, each a text or token ids; params, request_ids: as of
@@ -241,4 +249,4 @@ def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
         operator.index(prompts[0])  # type: ignore[arg-type]
     except TypeError:
         return False
-    return True
+    return np.ndim(prompts[0]) == 0  # a tensor of one token is a prompt, not a token

@@ -120,7 +120,7 @@ class RequestOutput:
     with tokens, times and reasons of its own, stand in `siblings`.
 
     Attributes (all times in seconds; None where the event did not happen):
-        request_id: the caller's, or the request's ordinal; siblings have it too.
+        request_id: the caller's, or "#" and the request's ordinal; siblings have it too.
         sample: 0 .. n-1.
         token_ids: as generated, the token that ended it included.
         text: decoded output, cut before the stop string that ended it; None when the prompt was

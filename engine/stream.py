@@ -42,8 +42,14 @@ class Stream:
     """Updates of one or several requests as their tokens come: in order within a sample, samples
     and requests mixed as the engine serves them.
 
-    Leaving it early (break, close(), an exception, the end of a `with`) aborts what remains; of
-    that nothing is heard any more.
+    >>> with llm.stream("Hello") as stream:
+    ...     for update in stream:
+    ...         print(update.text, end="", flush=True)
+
+    close(), the end of a `with`, and an exception raised while waiting for an update abort what
+    remains; of that nothing is heard any more. So does the death of a stream that nothing refers
+    to. `break`, or an exception in the body of a loop, does not end a stream that a name or a
+    traceback still holds: without `with` its requests run on as long.
 
     Attributes:
         request_ids: of the requests, in the order of the prompts; for LLM.abort.
@@ -57,8 +63,8 @@ class Stream:
         self._client = client
         self._calls = calls
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        client.open(calls, self._events.put)
         try:
+            client.open(calls, self._events.put)
             client.submit(calls)
             self._updates = Updates(calls)
         except BaseException:

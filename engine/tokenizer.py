@@ -34,6 +34,15 @@ class Tokenizer:
             return self._hf
 
     def encode(self, text: str) -> list[int]:
+        """Raises a RequestError too for a text that no file could hold."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt's character {error.start}, {text[error.start]!r}, is one half of a "
+                "surrogate pair and no character: leave it out, or decode the text with "
+                'errors="replace"'
+            ) from error
         hf = self.hf
         with self._lock:
             return list(hf.encode(text))
