@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 NANO_VLLM_VOCAB = 10_000
 NANO_VLLM_REQUESTS = 256
-PASSES = ("warmup", "plain", "host", "step", "graph_timed", "backlog", "span", "profiler", "nsys")
+PASSES = ("warmup", "plain", "host", "step", "graph_timed", "backlog", "span", "profiler", "nsys",
+          "skew")  # fmt: skip
 
 
 class WorkloadError(ValueError):
