@@ -104,7 +104,7 @@ class InstrumentConfig:
     nvtx: bool = False  # NVTX ranges for a profiler
     counts: bool = False  # collectives counted by kind and site, compared with the expected number
     skew: bool = False  # a pass in which one rank is delayed before each all-reduce (tp above 1)
-    profiler: bool = False  # a pass with torch.profiler over 12 decode steps (GPU, tp above 1)
+    profiler: bool = False  # a pass with torch.profiler over 12 decode steps (GPU)
     nsys: bool = False  # a pass for nsys; `python -m harness profile` sets it
 
 

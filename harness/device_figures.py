@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import numpy as np
 from harness.attribution import Joined
 from harness.collective_figures import groups, labels
 from harness.figure_rows import FigureRows
+from harness.pass_plan import PROFILER
+from harness.records import PHASES, ProfileRecord
 from harness.window import DECODE
 
 _NO_BIAS = "not measured: it needs a calibration at zero delay"
-_NO_GAP = "python -m harness profile measures it"
+_NO_GAP = "instrument profiler or python -m harness profile measures it"
 
 
 def span_figures(rows: FigureRows, joined: Joined, pass_name: str) -> None:
@@ -35,8 +38,20 @@ def quality_figures(rows: FigureRows, joined: Joined, pass_name: str) -> None:
     rows.add("transfer_bias_us", None, n=0, reason=_NO_BIAS, **where)
 
 
-def launch_gap(rows: FigureRows, pass_name: str) -> None:
-    rows.add("launch_gap_us", None, n=0, pass_name=pass_name, reason=_NO_GAP)
+def launch_gap(rows: FigureRows, profiles: Sequence[ProfileRecord], pass_name: str) -> None:
+    """Time of a decode step in which no kernel runs, by CUPTI; without profiles null, in the pass
+    `pass_name`. The first profiled step is left out: there ranks wait for each other's profilers.
+    """
+    if not profiles:
+        rows.add("launch_gap_us", None, n=0, pass_name=pass_name, reason=_NO_GAP)
+        return
+    idle = np.stack([p.splits["idle_ns"][1:] / 1e3 for p in profiles], axis=1)
+    reason = None if len(idle) else "one profiled step alone, which is left out"
+    for ranks, values in (("min", idle.min(axis=1)), ("max", idle.max(axis=1))):
+        rows.summarise(
+            "launch_gap_us", values, pass_name=PROFILER, source="cupti", phase=PHASES[DECODE],
+            ranks=ranks, reason=reason,
+        )  # fmt: skip
 
 
 def kernel_times(rows: FigureRows, kernels: Joined, pass_name: str) -> None:
@@ -52,7 +67,7 @@ def kernel_times(rows: FigureRows, kernels: Joined, pass_name: str) -> None:
 
 def kernel_figures(rows: FigureRows, kernels: Joined, latency: Joined | None) -> None:
     """CUPTI's times, and site by site how far the latencies of decode steps lie above them."""
-    kernel_times(rows, kernels, "profiler")
+    kernel_times(rows, kernels, PROFILER)
     if latency is None:
         return
     latency = latency.timed()
@@ -61,7 +76,7 @@ def kernel_figures(rows: FigureRows, kernels: Joined, latency: Joined | None) ->
     for kind, site, size in sorted(pairs):
         a, b = of_site(decode, kind, site, size), of_site(kernels, kind, site, size)
         where = labels((DECODE, kind, site, size))
-        disagreement(rows, a, b, pass_name="profiler", source=kernels.source, **where)
+        disagreement(rows, a, b, pass_name=PROFILER, source=kernels.source, **where)
 
 
 def disagreement(rows: FigureRows, latency: np.ndarray, kernels: np.ndarray, **where: Any) -> None:

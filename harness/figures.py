@@ -55,7 +55,7 @@ tick_us           us   smallest step of the timer; no percentile below two ticks
 below_floor       1    collectives whose latency_us is below zero
 instrument_us     us   (instrumented - clean step) / collectives, medians; the rank that waits least
 instrument_share  1    (instrumented - clean step) / clean step, medians; the rank that waits least
-launch_gap_us     us   time between a step's first and last kernel in which none runs; pass nsys
+launch_gap_us     us   time between a step's first and last kernel in which none runs: CUPTI or nsys
 weights_read_bytes B   weights that a decode step reads, of all ranks
 kv_bytes          B    K/V that a decode step reads and writes, mean over the steps, of all ranks
 step_bytes        B    bytes that a decode step must move, mean over the steps, of all ranks

@@ -79,9 +79,7 @@ def plan(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> tuple[list[Tim
         notes.append("instrument skew left out: it needs tp above 1 and instrument collectives")
     elif skewed:
         passes.append(_skew(cfg, str(effective["mode"]), on_gpu))
-    if profiler and effective["tp"] == 1:
-        notes.append("instrument profiler left out: tp=1 has no collectives")
-    elif profiler:
+    if profiler:
         passes.append(TimedPass(PROFILER, {"profiler": observers.ProfilerObserver}))
     if nsys:
         capture: dict[str, ObserverFactory] = {"capture": observers.CaptureObserver}

@@ -12,7 +12,7 @@ import numpy as np
 from harness import gpu_state, pass_plan
 from harness.effective import differences
 from harness.pass_plan import TimedPass
-from harness.records import CountRecord, RankRecord
+from harness.records import CountRecord, ProfileRecord, RankRecord
 from harness.stats import relative_noise
 from harness.step_times import StepTimes
 from harness.telemetry import busy_note
@@ -48,7 +48,7 @@ class Passes:
 
     Attributes:
         plain: the repeats, nothing attached; timed: the passes with observers, in order.
-        kernels: the profiler pass, joined.
+        profiles: what each rank's profiler saw; kernels: its communication kernels, joined.
         notes: what a reader must know; stop_reason: why the repeats ended.
     """
 
@@ -57,6 +57,7 @@ class Passes:
         self.progress = progress
         self.plain: list[Window] = []
         self.timed: list[Timed] = []
+        self.profiles: list[ProfileRecord] = []
         self.kernels: Joined | None = None
         self.notes: list[str] = []
         self.stop_reason: str | None = None
@@ -211,11 +212,21 @@ class Passes:
         found = [timed for timed in self.timed if timed.name == pass_plan.PROFILER]
         if not found:
             return
+        profiles = [rank["profiler"] for rank in found[0].results]
+        errors = [f"rank {p.rank}: {p.error}" for p in profiles if p.error is not None]
+        if errors:
+            self.notes.append(f"profiler pass not used: {errors[0]}")
+            return
+        self.profiles = profiles
+        if len(profiles) == 1:
+            return
         pattern = self.joined(pass_plan.GRAPH, pass_plan.BACKLOG, pass_plan.SPAN)
         if pattern is None:
-            self.notes.append("profiler pass not used: it needs instrument collectives beside it")
+            self.notes.append(
+                "collectives not told apart in the profiler pass: it needs instrument collectives "
+                "beside it"
+            )
             return
-        profiles = [rank["profiler"] for rank in found[0].results]
         try:
             self.kernels = profile.join_profiles(profiles, pattern[1])
         except profile.ProfileError as error:

@@ -155,7 +155,9 @@ class _Rows:
         }
         return {
             "requests": tables.requests(self.key, self.passes.windows),
-            "steps": step_rows.steps(self.key, self.passes.windows, mode, timed, skews),
+            "steps": step_rows.steps(
+                self.key, self.passes.windows, mode, timed, skews, self.passes.profiles
+            ),
             "telemetry": tables.telemetry(self.key, self.passes.windows),
         }
 
@@ -204,7 +206,7 @@ class _Rows:
         else:
             collective_figures.instrumented_figures(rows, latency[1], clean, shape, pass_name)
             self._instrument_cost(rows)
-        device_figures.launch_gap(rows, pass_name)
+        device_figures.launch_gap(rows, passes.profiles, pass_name)
         if device != "cuda":
             return rows
         if latency is not None:

@@ -32,15 +32,14 @@ def join_profiles(profiles: Sequence[ProfileRecord], pattern: Joined) -> Joined:
     The first profiled step is left out: there ranks wait for each other's profilers.
 
     Raises:
-        ProfileError: no kernels, or other ones than the collectives of the steps.
+        ProfileError: other kernels than the collectives of the steps.
         AttributionError: ranks that do not agree.
     """
     return join([_record(profile, pattern) for profile in profiles])
 
 
 def _record(profile: ProfileRecord, pattern: Joined) -> RankRecord:
-    if profile.error is not None:
-        raise ProfileError(f"rank {profile.rank}: {profile.error}")
+    assert profile.error is None
     names = pattern.records[0]
     steps = []
     for step in profile.steps:

@@ -41,6 +41,20 @@ COLLECTIVE_DTYPE = np.dtype(
     ]
 )
 
+SPLIT_DTYPE = np.dtype(
+    [
+        ("kernels", "i8"),
+        ("extent_ns", "i8"),
+        ("compute_ns", "i8"),
+        ("communication_ns", "i8"),
+        ("idle_ns", "i8"),
+        ("beside_ns", "i8"),
+    ]
+)
+"""Of one step: number of kernels; first begin to last end; sums of the kernels that compute and of
+those that communicate; time in which none runs, and how much of it lies right before or after a
+communication kernel."""
+
 
 class Rows:
     """A structured array that grows by doubling, so that appending allocates rarely."""
@@ -149,11 +163,13 @@ class SkewRecord:
 
 @dataclass(slots=True)
 class ProfileRecord:
-    """Communication kernels that CUPTI saw on one rank, in the order in which they began.
+    """What CUPTI saw on one rank.
 
     Attributes:
-        steps: STEP_DTYPE of the profiled steps, times 0.
-        names, begin_ns, duration_ns: [K] of the kernels.
+        steps: [S] STEP_DTYPE of the profiled steps, times 0.
+        splits: [S] SPLIT_DTYPE of all their kernels.
+        names, begin_ns, duration_ns: [K] of the communication kernels, in the order in which they
+            began.
         error: why there is nothing; None if there is.
     """
 
@@ -164,6 +180,7 @@ class ProfileRecord:
     names: list[str]
     begin_ns: np.ndarray
     duration_ns: np.ndarray
+    splits: np.ndarray
     error: str | None = None
 
 

@@ -157,11 +157,16 @@ samples      int!    - sequences that sampled a token
 mode         string! - how the forward ran
 begin_ns     int!    ns host clock (perf_counter) at the begin of the forward
 device_us    float   us forward and sampling on this rank; CPU: host time; GPU: stamps, else null
+compute_us   float   us profiler pass: sum of the kernels and copies that do not communicate
+comm_kernel_us float us profiler pass: sum of the communication kernels, waiting included
+idle_us      float   us profiler pass: between the step's first and last kernel none runs
+idle_comm_us float   us profiler pass: part of idle_us right before or after a communication kernel
+kernels      int     - profiler pass: kernels and copies by the device
 host_us      float   us plan to collect, less what the step before took of it; rank 0 only
 skew_asked_us float  us skew pass: how long one rank was to be delayed before each all-reduce
 skew_us      float   us skew pass: mean of this rank's own delays, as they came out
 padding      float!  1 rows that a graph bucket added / bucket
-source       string! - whose clock device_us is: host, stamps or events
+source       string! - whose clock device_us is: host, stamps, events or cupti
 """,
     ),
     "collectives": (

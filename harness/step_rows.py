@@ -1,4 +1,4 @@
-"""Rows of the table of steps: the engine's log, device times, delays put into them"""
+"""Rows of the table of steps: the engine's log, device times, kernels, delays put into them"""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from harness.pass_plan import PROFILER
 from harness.records import PHASES
 from harness.store import TableData
 from harness.tables import filled, with_key
 
 if TYPE_CHECKING:
     from harness.attribution import Joined
-    from harness.records import SkewRecord
+    from harness.records import ProfileRecord, SkewRecord
     from harness.window import Window
+
+# Column -> field of SPLIT_DTYPE.
+_OF_SPLIT = {
+    "device_us": "extent_ns", "compute_us": "compute_ns", "comm_kernel_us": "communication_ns",
+    "idle_us": "idle_ns", "idle_comm_us": "beside_ns",
+}  # fmt: skip
 
 
 def steps(
@@ -23,6 +30,7 @@ def steps(
     mode: str,
     timed: Mapping[str, Joined] | None = None,
     skews: Mapping[str, Sequence[SkewRecord]] | None = None,
+    profiles: Sequence[ProfileRecord] = (),
 ) -> TableData:
     """The step logs of all windows and ranks.
 
@@ -32,12 +40,15 @@ def steps(
             host enqueue, and is no time of a step. None: on a CPU the forward is synchronous, so
             that the rank's clock gives its time.
         skews: by pass and rank, the delays that were put before its all-reduces.
+        profiles: what CUPTI saw in the profiler pass; the first step of each is left out, in which
+            ranks wait for each other's profilers.
     """
     parts: dict[str, list[np.ndarray]] = {}
 
     def put(name: str, values: np.ndarray) -> None:
         parts.setdefault(name, []).append(values)
 
+    of_rank = {profile.rank: profile for profile in profiles}
     launched = mode.removeprefix("graph").removeprefix("+") or "eager"
     for window in windows:
         joined = None if timed is None else timed.get(window.pass_name)
@@ -48,13 +59,19 @@ def steps(
             put("phase", np.array(PHASES, object)[rows["phase"]])
             put("mode", np.where(rows["replayed"], mode, launched).astype(object))
             own = (rows["end_ns"] - rows["begin_ns"]) / 1e3
-            put("device_us", own if timed is None else _device_us(rows["step"], joined, rank))
+            profile = of_rank.get(rank) if window.pass_name == PROFILER else None
+            seen = _kernel_columns(rows["step"], profile)
+            device = own if timed is None else _device_us(rows["step"], joined, rank)
+            seen["device_us"] = device if profile is None else seen["device_us"]
+            for name, values in seen.items():
+                put(name, values)
             wall_us = (rows["wall_end_ns"] - rows["wall_begin_ns"]) / 1e3
             put("host_us", wall_us if rank == 0 else np.full(n, np.nan))
             bucket = np.maximum(rows["bucket"], 1)
             put("padding", (rows["bucket"] - rows["tokens"]) / bucket)
             fixed = {"rank": rank, "repeat": window.repeat, "pass": window.pass_name}
             source = "host" if joined is None else joined.source
+            source = source if profile is None else "cupti"
             for name, values in _skew_columns(rows["step"], window, rank, skews or {}).items():
                 put(name, values)
             for name, value in {**fixed, "source": source}.items():
@@ -69,6 +86,20 @@ def _device_us(numbers: np.ndarray, joined: Joined | None, rank: int) -> np.ndar
         _, ours, theirs = np.intersect1d(numbers, joined.steps["step"], return_indices=True)
         found[ours] = joined.step_us[theirs, rank]
     return found
+
+
+def _kernel_columns(numbers: np.ndarray, profile: ProfileRecord | None) -> dict[str, np.ndarray]:
+    """What CUPTI saw of one rank's profiled steps; NaN and None elsewhere. The first one is left
+    out."""
+    found = {name: np.full(len(numbers), np.nan) for name in _OF_SPLIT}
+    counts = np.full(len(numbers), None)
+    if profile is not None:
+        _, ours, theirs = np.intersect1d(numbers, profile.steps["step"][1:], return_indices=True)
+        splits = profile.splits[1:][theirs]
+        for name, field in _OF_SPLIT.items():
+            found[name][ours] = splits[field] / 1e3
+        counts[ours] = splits["kernels"].tolist()
+    return {**found, "kernels": counts}
 
 
 def _skew_columns(

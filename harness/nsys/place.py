@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.comm.types import Kind, Site
+from harness.kernels import communicates
 from harness.nsys.reader import RUNTIME
 from harness.observers.nvtx import NVTX_DOMAIN
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
     from harness.nsys.reader import Export
 
-COMMUNICATION = ("ncclDevKernel", "ncclKernel", "all_reduce")
-"""Parts of the names of communication kernels: of NCCL since 2.19 and before, of torch's symmetric
-memory (one_shot_all_reduce_kernel, two_shot_...)."""
 REPLAY = "replay"
 _STEP = "step/"
 _KINDS = {kind.label: int(kind) for kind in Kind}
@@ -152,7 +150,7 @@ def _view(
     kernels["step"] = within(steps, tid, at_ns)
     kernels["call"] = within(calls, tid, at_ns)
     names = kernels["name"].astype(str)
-    kernels["communication"] = [any(part in name for part in COMMUNICATION) for name in names]
+    kernels["communication"] = [communicates(name) for name in names]
     return RankView(rank, pid, device, steps, calls, kernels)
 
 

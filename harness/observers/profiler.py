@@ -1,16 +1,23 @@
-"""torch.profiler over a few decode steps: what CUPTI says of the communication kernels."""
+"""torch.profiler over a few decode steps: what CUPTI says of their kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from engine.comm.types import CollectiveObserver, ObserverContext, Phase, StepInfo
-from harness.records import PHASE_CODES, STEP_DTYPE, Names, ProfileRecord, Rows
+from harness.kernels import COMMUNICATION, communicates, split
+from harness.records import PHASE_CODES, SPLIT_DTYPE, STEP_DTYPE, Names, ProfileRecord, Rows
 
 SKIPPED, PROFILED = 4, 12  # decode steps before the profile and in it
-KERNEL = "ncclDevKernel"
+MARK = "_nothing"
+"""Name of the kernel that stands before and after each profiled step, so that CUPTI's kernels can
+be told apart by step: a replay's are launched by no call of their own."""
+Kernel = tuple[str, int, int]
+"""(name, begin ns, duration ns)"""
 
 
 class ProfilerObserver(CollectiveObserver):
@@ -20,11 +27,18 @@ class ProfilerObserver(CollectiveObserver):
 
     Args:
         profile: makes a torch.profiler.profile, or a stand-in.
+        mark: enqueues a kernel named MARK.
     """
 
-    def __init__(self, context: ObserverContext, profile: Any = None) -> None:
+    def __init__(
+        self,
+        context: ObserverContext,
+        profile: Any = None,
+        mark: Callable[[], None] | None = None,
+    ) -> None:
         self._rank, self._world = context.rank, context.world
         self._make = profile or _cuda_profile
+        self._mark = mark or _cuda_mark(context.device)
         self._profile: Any = None
         self._active = False
         self._seen = 0
@@ -44,28 +58,40 @@ class ProfilerObserver(CollectiveObserver):
             self._steps.append(
                 (step.step, code, step.batch, step.tokens, step.bucket, step.samples, mode, 0, 0)
             )
+            self._mark()
 
     def step_end(self, step: StepInfo) -> None:
-        if self._active and self._steps.count == PROFILED:
+        if not self._active:
+            return
+        self._mark()
+        if self._steps.count == PROFILED:
             self._stop()
 
     def result(self) -> ProfileRecord:
         if self._active:
             self._stop()
-        kernels = [] if self._profile is None else communication_kernels(self._profile)
+        kernels = (
+            [] if self._profile is None else sorted(self._profile.kernels(), key=itemgetter(1))
+        )
+        calls = [kernel for kernel in kernels if communicates(kernel[0])]
+        splits = _splits(kernels)
         error = None
         if self._profile is None:
             error = f"the window has no more than {SKIPPED} decode steps"
-        elif not kernels:
-            error = f"CUPTI reported no kernel named {KERNEL}*"
+        elif splits is None or len(splits) != self._steps.count:
+            marks = sum(name.startswith(MARK) for name, _, _ in kernels)
+            error = f"CUPTI reported {marks} kernels {MARK} round {self._steps.count} steps"
+        elif self._world > 1 and not calls:
+            error = f"CUPTI reported no kernel named {', '.join(COMMUNICATION)}"
         return ProfileRecord(
             rank=self._rank,
             world=self._world,
             steps=self._steps.taken(),
             modes=self._modes.tuple(),
-            names=[name for name, _, _ in kernels],
-            begin_ns=np.array([begin for _, begin, _ in kernels], np.int64),
-            duration_ns=np.array([ns for _, _, ns in kernels], np.int64),
+            names=[name for name, _, _ in calls],
+            begin_ns=np.array([begin for _, begin, _ in calls], np.int64),
+            duration_ns=np.array([ns for _, _, ns in calls], np.int64),
+            splits=np.zeros(0, SPLIT_DTYPE) if splits is None else splits,
             error=error,
         )
 
@@ -104,7 +130,22 @@ def _cuda_profile() -> Any:
     return Profile()
 
 
-def communication_kernels(profile: Any) -> list[tuple[str, int, int]]:
-    """(name, begin ns, duration ns) of the communication kernels, by begin."""
-    found = [kernel for kernel in profile.kernels() if kernel[0].startswith(KERNEL)]
-    return sorted(found, key=lambda kernel: kernel[1])
+def _cuda_mark(device: str) -> Callable[[], None]:
+    from harness.stamp_kernels import Nothing
+
+    return Nothing(device)
+
+
+def _splits(kernels: list[Kernel]) -> np.ndarray | None:
+    """[S] SPLIT_DTYPE of the kernels that begin between the marks 0 and 1, 2 and 3, ..., by begin;
+    None where a mark is alone."""
+    marks = [place for place, kernel in enumerate(kernels) if kernel[0].startswith(MARK)]
+    if len(marks) % 2:
+        return None
+    found = np.zeros(len(marks) // 2, SPLIT_DTYPE)
+    for step, (first, last) in enumerate(zip(marks[::2], marks[1::2], strict=True)):
+        own = kernels[first + 1 : last]
+        begin = np.array([kernel[1] for kernel in own], np.int64)
+        end = begin + np.array([kernel[2] for kernel in own], np.int64)
+        found[step] = split(begin, end, np.array([communicates(k[0]) for k in own], bool))
+    return found

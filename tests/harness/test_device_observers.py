@@ -286,12 +286,16 @@ class FakeProfile:
             ("ncclDevKernel_Broadcast_RING_LL(x)", 300, 7),
             ("gemm", 150, 90),
             ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 100, 9),
+            *(("_nothing", 1000 + place, 1) for place in range(2, 2 * PROFILED)),
+            ("_nothing", 50, 1),
+            ("_nothing", 400, 1),
+            ("Memcpy HtoD", 20, 5),
         ]
 
 
 def test_the_profiler_takes_some_decode_steps_and_keeps_communication_by_begin() -> None:
     log: list[str] = []
-    observer = ProfilerObserver(context(), lambda: FakeProfile(log))
+    observer = ProfilerObserver(context(), lambda: FakeProfile(log), lambda: log.append("mark"))
     numbers = iter(range(100))
 
     def step(phase: Phase) -> None:
@@ -302,7 +306,7 @@ def test_the_profiler_takes_some_decode_steps_and_keeps_communication_by_begin()
     step(Phase.PREFILL)
     for _ in range(SKIPPED + PROFILED + 3):
         step(Phase.DECODE)
-    assert log == ["start", "stop"]
+    assert log == ["start", *["mark"] * (2 * PROFILED), "stop"]
     record = pickle.loads(pickle.dumps(observer.result()))
     first = 1 + SKIPPED
     assert record.steps["step"].tolist() == list(range(first, first + PROFILED))
@@ -311,10 +315,20 @@ def test_the_profiler_takes_some_decode_steps_and_keeps_communication_by_begin()
     ]  # fmt: skip
     assert record.begin_ns.tolist() == [100, 300] and record.duration_ns.tolist() == [9, 7]
     assert record.error is None
+    # kernels, extent, compute, communication, idle, beside a communication kernel
+    assert record.splits.tolist() == [(3, 207, 90, 16, 101, 101)] + [(0,) * 6] * (PROFILED - 1)
+
+
+def test_marks_that_cupti_lost_are_said() -> None:
+    observer = ProfilerObserver(context(), lambda: FakeProfile([]), lambda: None)
+    for number in range(SKIPPED + PROFILED - 1):
+        observer.step_begin(info(number))
+        observer.step_end(info(number))
+    assert observer.result().error == "CUPTI reported 24 kernels _nothing round 11 steps"
 
 
 def test_too_few_decode_steps_for_a_profile_are_said() -> None:
-    observer = ProfilerObserver(context(), lambda: FakeProfile([]))
+    observer = ProfilerObserver(context(), lambda: FakeProfile([]), lambda: None)
     record = observer.result()
     assert record.error == f"the window has no more than {SKIPPED} decode steps"
 

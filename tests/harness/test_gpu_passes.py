@@ -160,6 +160,26 @@ def test_cupti_is_matched_by_order_and_compared(tmp_path: Path) -> None:
     assert figure(results, "stamp_vs_cupti_us", **site, ranks="min") == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_a_step_computes_and_where_no_kernel_runs(tmp_path: Path, tp: int) -> None:
+    """The first profiled step is left out; one rank has no collectives, but kernels."""
+    instrument = ["collectives", "profiler"]
+    outcome, results, backend = measure(tmp_path, "graph", tp=tp, instrument=instrument, **GRAPH)
+    assert outcome.status == "ok" and results.points["notes"].isna().all()
+    assert backend.passes[-1] == ["ProfilerObserver"]
+    steps = results.steps
+    seen = steps[(steps["pass"] == "profiler") & steps["kernels"].notna()]
+    assert len(seen) == 3 * tp and set(seen["phase"]) == {"decode"}
+    assert set(seen["device_us"]) == {1000.0} and set(seen["source"]) == {"cupti"}
+    assert set(seen["compute_us"]) == {700.0} and set(seen["comm_kernel_us"]) == {56.0}
+    assert seen.groupby("rank")["idle_us"].agg(set).to_list() == [{200.0}, {201.0}][:tp]
+    assert set(seen["idle_comm_us"]) == {20.0} and set(seen["kernels"]) == {40}
+    assert steps[steps["pass"] != "profiler"]["compute_us"].isna().all()
+    gap = {"phase": "decode", "pass": "profiler"}
+    assert figure(results, "launch_gap_us", "p50", **gap, ranks="min") == 200.0
+    assert figure(results, "launch_gap_us", "p50", **gap, ranks="max") == 199.0 + tp
+
+
 def test_a_profile_that_does_not_fit_costs_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,14 +199,14 @@ def test_a_profile_that_does_not_fit_costs_only_itself(
 
 def test_one_gpu_has_a_clean_step_and_no_collectives(tmp_path: Path) -> None:
     outcome, results, backend = measure(
-        tmp_path, "graph", tp=1, instrument=["collectives", "profiler"], **GRAPH
+        tmp_path, "graph", tp=1, instrument=["collectives"], **GRAPH
     )
     assert outcome.status == "ok" and backend.passes == [["Stamp"]]
     shares = results.metrics[results.metrics["name"] == "comm_share"]
     assert set(shares["value"].dropna()) == {0.0} and set(shares["n"]) == {0}
     where = {"phase": "decode", "ranks": "max"}
     assert figure(results, "step_us", "p50", **where) == 1000.0
-    assert "tp=1 has no collectives" in results.points["notes"][0]
+    assert results.points["notes"].isna().all()
 
 
 def test_without_instruments_a_gpu_has_no_step_time(tmp_path: Path) -> None:

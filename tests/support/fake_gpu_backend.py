@@ -18,6 +18,7 @@ from harness.observers import (
     Stamp,
 )
 from harness.records import (
+    SPLIT_DTYPE,
     STEP_DTYPE,
     BacklogRecord,
     CountRecord,
@@ -29,6 +30,7 @@ from tests.support.fake_backend import DECODE, FakeBackend, host_records
 FLOOR_NS, GRAPH_FLOOR_NS, TICK_NS = 3_000, 2_000, 1_000
 LATENCY_NS, WAIT_NS, SPAN_NS, KERNEL_NS = 10_000, 20_000, 100_000, 8_000
 CLEAN_NS, TIMED_NS = 1_000_000, 1_060_000
+COMPUTE_NS, IDLE_NS, BESIDE_NS = 700_000, 200_000, 20_000
 NAMES = {Kind.ALL_REDUCE: "AllReduce_Sum_f32", Kind.GATHER: "SendRecv", Kind.BROADCAST: "Broadcast"}
 
 
@@ -133,8 +135,14 @@ class FakeGpuBackend(FakeBackend):
             np.isin(record.collectives["step"], [step for step, *_ in decode])
         ]
         steps = record.steps[record.steps["phase"] == DECODE].astype(STEP_DTYPE)
+        splits = np.zeros(len(steps), SPLIT_DTYPE)
+        splits["kernels"], splits["extent_ns"] = 40, CLEAN_NS
+        splits["compute_ns"], splits["communication_ns"] = COMPUTE_NS, 7 * KERNEL_NS
+        splits["idle_ns"], splits["beside_ns"] = IDLE_NS + 1000 * rank, BESIDE_NS
+        splits["idle_ns"][0] = 99 * IDLE_NS  # the profilers of the ranks do not start together
         return ProfileRecord(
             rank=rank, world=self.tp, steps=steps, modes=record.modes,
             names=[f"ncclDevKernel_{NAMES[Kind(k)]}_RING_LL(x)" for k in rows["kind"]],
             begin_ns=rows["before_ns"], duration_ns=np.full(len(rows), KERNEL_NS + 500 * rank),
+            splits=splits,
         )  # fmt: skip
