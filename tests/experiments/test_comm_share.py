@@ -1,0 +1,134 @@
+"""Parts of a step that are known, and their sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.base import ExperimentError, report
+from experiments.comm_share import EXPERIMENT, summary
+from harness.store import load
+from tests.support.made_tables import COLLECTIVE, STEP, Row, write
+
+REDUCES = 5
+TRANSFER, WAIT, GATHER, FLOOR = 8.0, 2.0, 6.0, 2.0
+COMPUTE, BETWEEN, BESIDE = 100.0, 20.0, 30.0
+
+
+def tables(
+    mode: str = "graph", *, world: int = 2, step_us: float = 0.0, device: str = "cuda"
+) -> dict[str, list[Row]]:
+    """Three decode steps a pass. Rank 0 waits 2 us in each of 5 all-reduces by the timer and 40 by
+    CUPTI; the root gathers in 6 us and the other sends in 3. Without `step_us` the clean step is
+    what its parts are worth: 6 collectives whose pairs read 2 us round nothing."""
+    graph = mode.startswith("graph")
+    own, clean = ("graph_timed" if graph else "backlog"), "step"
+    if device == "cpu":
+        own, clean = "host", "plain"
+    steps: list[Row] = []
+    rows: list[Row] = []
+    for rank in range(world):
+        wait = WAIT if rank == 0 else 0.0
+        calls = REDUCES * (TRANSFER + wait) + (GATHER if rank == 0 else 3.0) + 6 * FLOOR
+        launched = REDUCES * (TRANSFER + (40.0 if rank == 0 else 0.0)) + calls - 6 * FLOOR
+        launched -= REDUCES * (TRANSFER + wait)
+        worth = COMPUTE + (BETWEEN + calls if graph else BETWEEN + BESIDE + launched)
+        if world == 1:
+            worth = COMPUTE + BETWEEN + BESIDE
+        for number in range(3):
+            place = {**STEP, "rank": rank, "step": number, "mode": mode}
+            jitter = (number - 1) * 0.5  # means, not medians or minima
+            steps.append({**place, "pass": clean, "device_us": (step_us or worth) + jitter})
+            steps.append({**place, "pass": "other", "device_us": 1e6})
+            steps.append({**place, "pass": clean, "phase": "prefill", "device_us": 1e6})
+            if device == "cuda":
+                steps.append({**place, "pass": "profiler", "source": "cupti", "device_us": 400.0,
+                              "compute_us": COMPUTE + jitter, "idle_us": BETWEEN + BESIDE,
+                              "idle_comm_us": BESIDE, "kernels": 9})  # fmt: skip
+            for ordinal in range(REDUCES + 1) if world > 1 else ():
+                last = ordinal == REDUCES
+                row = {**COLLECTIVE, "rank": rank, "step": number, "ordinal": ordinal, "mode": mode,
+                       "world": world, "kind": "gather" if last else "all_reduce",
+                       "site": "lm_head" if last else "attn.o_proj"}  # fmt: skip
+                sent = GATHER if rank == 0 else 3.0
+                rows.append({**row, "pass": own, "floor_us": FLOOR,
+                             "latency_us": sent if last else TRANSFER + wait,
+                             "transfer_us": None if last else TRANSFER,
+                             "wait_us": None if last else wait})  # fmt: skip
+                rows.append({**row, "pass": "span", "span_us": 1e6})
+                if device == "cuda" and not last:
+                    waits = 40.0 if rank == 0 else 0.0
+                    rows.append({**row, "pass": "profiler", "source": "cupti",
+                                 "kernel_us": 5.0 + waits, "transfer_us": 5.0,
+                                 "wait_us": waits})  # fmt: skip
+    return {"steps": steps, **({"collectives": rows} if rows else {})}
+
+
+def rows_of(tmp_path: Path, made: dict[str, list[Row]], **changes: Any) -> list[dict[str, Any]]:
+    write(tmp_path / "run", made, **changes)
+    return summary(load(tmp_path / "run")).to_dict("records")  # type: ignore[no-any-return]
+
+
+def test_parts_of_a_replay_add_up_on_each_rank(tmp_path: Path) -> None:
+    first, second = rows_of(tmp_path, tables(), device="cuda")
+    assert [first["rank"], second["rank"]] == [0, 1] and first["mode"] == "graph"
+    expected = {"compute_us": 100.0, "gap_us": 20.0, "transfer_us": 40.0, "wait_us": 10.0,
+                "gather_us": 6.0, "handover_us": 12.0}  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert second["wait_us"] == 0.0 and second["gather_us"] == 3.0
+    assert (first["step_us"], first["sum_us"], first["off"]) == pytest.approx((188, 188, 0))
+    assert (second["step_us"], second["off"]) == pytest.approx((175, 0))
+    assert first["comm_share"] == pytest.approx(56 / 188), "the hand-over is no communication"
+    assert first["launch_gap_us"] == 50.0 and first["profiled_us"] == 400.0
+
+
+def test_launched_steps_wait_as_cupti_says_and_all_their_gaps_count(tmp_path: Path) -> None:
+    first, _ = rows_of(tmp_path, tables("eager"), device="cuda", enforce_eager=True)
+    assert (first["wait_us"], first["gap_us"], first["handover_us"]) == (200.0, 50.0, 0.0)
+    assert (first["step_us"], first["off"]) == pytest.approx((100 + 50 + 40 + 200 + 6, 0))
+
+
+def test_one_rank_computes_and_has_gaps(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, tables(world=1), device="cuda", tp=1)
+    assert (row["comm_share"], row["sum_us"], row["off"]) == (0.0, 150.0, 0.0)
+
+
+@pytest.mark.parametrize(("step_us", "holds"), [(188.0, True), (182.0, False)])
+def test_the_claim_is_about_every_sum(tmp_path: Path, step_us: float, holds: bool) -> None:
+    made = tables(step_us=step_us)
+    made["steps"] = [s for s in made["steps"] if s["rank"] == 0 or s["pass"] != "step"]
+    made["collectives"] = [c for c in made["collectives"] if c["rank"] == 0]
+    made["steps"] = [s for s in made["steps"] if s["rank"] == 0]
+    write(tmp_path / "run", made, device="cuda")
+    found = EXPERIMENT.verdict(summary(load(tmp_path / "run")))
+    assert found.holds is holds
+    if not holds:
+        assert "+3.3% to +3.3% from the step's own time, 0 of 1 within 3%" in found.text
+        assert "ran graph, whose steps last up to +119.8% under CUPTI" in found.text
+
+
+def test_a_cpu_has_shares_and_no_sum(tmp_path: Path) -> None:
+    first, _ = rows_of(tmp_path, tables("eager", device="cpu", step_us=200.0), device="cpu")
+    assert first["reason"] == "a CPU has no kernels to time" and first["sum_us"] is None
+    assert (first["transfer_us"], first["wait_us"]) == (40.0, 10.0)
+    assert first["comm_share"] == pytest.approx(56 / 200)
+    text = report(EXPERIMENT, tmp_path / "run", tmp_path / "out")
+    assert "**The claim is undecided**" in text and "no step has all its parts: a CPU has" in text
+    assert (tmp_path / "out" / "comm_share.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_points_that_cannot_answer_say_why(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run, {}, status="oom", reason="no memory")
+    with pytest.raises(ExperimentError, match="no point has the time of a decode step"):
+        summary(load(run))
+    made = tables()
+    made["steps"] = [s for s in made["steps"] if s["pass"] != "profiler"]
+    write(run, made, index=1, batch=4, device="cuda")
+    reasons = summary(load(run)).groupby("batch")["reason"].first().to_dict()
+    assert reasons == {
+        2: "oom: no memory",
+        4: "compute_us, gap_us not measured (instrument collectives, profiler)",
+    }
