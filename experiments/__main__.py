@@ -11,7 +11,7 @@ from pathlib import Path
 from experiments.base import Experiment, ExperimentError, report
 from harness.store import StoreError
 
-OWN = ("base", "intervals", "points", "step_parts", "__init__", "__main__")
+OWN = ("base", "intervals", "points", "repeated", "step_parts", "__init__", "__main__")
 
 
 def names() -> list[str]:
