@@ -1,8 +1,9 @@
-"""95 % intervals of a mean and of a slope."""
+"""95 % intervals of a mean, of a slope and of a product of ratios."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,3 +68,23 @@ def slope(x: np.ndarray, y: np.ndarray) -> tuple[Interval, float]:
     error = math.sqrt(float(((centred[free] * left) ** 2).sum())) / spread
     half = t_quantile(LEVEL, n - 2) * error
     return Interval(value, value - half, value + half), intercept
+
+
+def product(factors: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> Interval:
+    """Product of figures' centres, each to the power +1 or -1, with its 95 % interval.
+
+    A centre is the geometric mean over fresh engines of the median of their repeats; the interval
+    is that of a contrast of means of logarithms with unequal variances (Welch and Satterthwaite's
+    degrees of freedom). Unknown where a factor has fewer than two engines.
+    """
+    logs = [np.log([np.median(engine) for engine in engines]) for _, engines in factors]
+    value = sum(sign * float(own.mean()) for (sign, _), own in zip(factors, logs, strict=True))
+    if min(map(len, logs)) < 2:
+        return Interval(math.exp(value), math.nan, math.nan)
+    variances = [float(own.var(ddof=1)) / len(own) for own in logs]
+    total = sum(variances)
+    half = 0.0
+    if total > 0:
+        each = (v**2 / (len(own) - 1) for v, own in zip(variances, logs, strict=True))
+        half = t_quantile(LEVEL, total**2 / sum(each)) * math.sqrt(total)
+    return Interval(math.exp(value), math.exp(value - half), math.exp(value + half))
