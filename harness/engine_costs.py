@@ -45,13 +45,14 @@ def of_points(results: Results) -> dict[str, dict[str, Any]]:
         row: dict[str, Any] = {f"start_{p}_s": _get(seconds, point_id, p) for p in STARTUP}
         hits = _get(counts, point_id, "cache_hits") or 0
         misses = _get(counts, point_id, "cache_misses") or 0
-        row["compile_cache"] = _cache_state(hits, misses)
+        row["compile_cache"] = cache_state(hits, misses)
         row |= {f"memory_{n}_bytes": _get(most, point_id, f"{n}_bytes") for n in MEMORY}
         found[str(point_id)] = row
     return found
 
 
-def _cache_state(hits: float, misses: float) -> str | None:
+def cache_state(hits: float, misses: float) -> str | None:
+    """What a compile cache held; None where nothing was compiled."""
     if not hits and not misses:
         return None
     return "part" if hits and misses else "warm" if hits else "cold"

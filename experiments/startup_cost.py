@@ -1,0 +1,209 @@
+"""What compiling and capturing cost before the first token, and when it is earned back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.noise_floor import values
+from experiments.repeated import Group, groups, problem
+from harness.engine_costs import cache_state
+from harness.store import Results
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+AXES = ("compile", "enforce_eager")
+BASE = ("off", True)
+PHASES = ("spawn", "load", "compile", "capture", "warmup")
+NO_CACHE = "-"
+COLUMNS = {
+    "compile": Column("off, layer or model"),
+    "enforce_eager": Column("no CUDA graphs"),
+    "compiled_code": Column(
+        "what the compile cache held: cold (nothing), warm (all), part; - where nothing is compiled"
+    ),
+    "engines": Column("fresh engines that found it so; times are their medians"),
+    "start_s": Column("process start to ready", ".2f"),
+    "spawn_s": Column("of it processes, imports, connections", ".2f"),
+    "load_s": Column("weights", ".2f"),
+    "compile_s": Column("tracing and compiling, or reading the cache", ".2f"),
+    "capture_s": Column("CUDA graphs", ".2f"),
+    "warmup_s": Column("the rest until ready", ".2f"),
+    "buckets": Column("batch sizes that have a graph"),
+    "graphs_GB": Column("device memory that capturing them took", ".2f"),
+    "output_tok_s": Column("median over engines, once it is ready", ".4g"),
+    "extra_s": Column("start_s above that of eager, not compiled", ".2f"),
+    "break_even_tokens": Column(
+        "extra_s / time saved per output token against eager, not compiled; below 0 where it "
+        "starts no later",
+        ",.0f",
+    ),
+    "reason": Column("why there is no break-even"),
+}
+
+
+def summary(results: Results) -> pd.DataFrame:
+    """A row a point and state of the compile cache, with COLUMNS after the settings that vary.
+
+    Raises:
+        ExperimentError: no engine's start-up is known.
+    """
+    import pandas as pd
+
+    found, starts = groups(results, AXES), startups(results)
+    rows = [row for group in found for row in _rows(group, starts)]
+    if not any(row["start_s"] is not None for row in rows):
+        why = "; ".join(dict.fromkeys(str(row["reason"]) for row in rows))
+        raise ExperimentError(
+            f"no engine's start-up is known ({why}); run python -m harness +experiment=startup_cost"
+        )
+    return pd.DataFrame(rows, columns=[*found[0].shown, *COLUMNS])
+
+
+def startups(results: Results) -> pd.DataFrame:
+    """A row a point and fresh engine: point_id, process, compiled_code, start_s and the PHASES in
+    seconds (null where a phase did not happen), buckets, graphs_GB."""
+    import pandas as pd
+
+    key = ["point_id", "process"]
+    rows = results.table("phases", [*key, "phase", "bucket", "seconds", "bytes", "count"])
+    whole = rows[rows["bucket"].isna()]
+    seconds = whole.pivot_table(
+        index=key, columns="phase", values="seconds", aggfunc="max", dropna=False
+    )
+    counts = whole.pivot_table(index=key, columns="phase", values="count", aggfunc="max")
+    captured = rows[rows["bucket"].notna()].groupby(key)
+    found = pd.DataFrame(index=seconds.index)
+    for phase in ("total", *PHASES):
+        name = "start_s" if phase == "total" else f"{phase}_s"
+        found[name] = seconds.get(phase, np.nan)
+    cache = counts.reindex(index=found.index, columns=["cache_hits", "cache_misses"]).fillna(0)
+    found["compiled_code"] = [
+        cache_state(hits, misses) or NO_CACHE for hits, misses in cache.to_numpy(float)
+    ]
+    found["buckets"] = captured.size().reindex(found.index).fillna(0).astype(int)
+    found["graphs_GB"] = captured["bytes"].sum().astype(float).reindex(found.index) / 1e9
+    return found.reset_index()
+
+
+def _rows(group: Group, starts: pd.DataFrame) -> list[dict[str, Any]]:
+    base = group.points.get(BASE)
+    why = problem(base)
+    standard = None
+    if base is not None and why is None:
+        own = starts[starts["point_id"] == base["point_id"].iloc[0]]
+        standard = float(own["start_s"].median()), _rate(base)
+    rows = []
+    for (how, eager), point in group.points.items():
+        head = group.head() | dict.fromkeys(COLUMNS)
+        head |= {"compile": how, "enforce_eager": eager}
+        if (wrong := problem(point)) is not None:
+            rows.append(head | {"reason": wrong})
+            continue
+        own = starts[starts["point_id"] == point["point_id"].iloc[0]]
+        for state, engines in own.groupby("compiled_code", sort=False):
+            row = head | {"compiled_code": state, "engines": len(engines)} | _times(engines)
+            row["output_tok_s"] = _rate(point)
+            if (how, eager) != BASE:
+                row |= _break_even(row, standard, why)
+            rows.append(row)
+    return rows
+
+
+def _times(engines: pd.DataFrame) -> dict[str, Any]:
+    names = ("start_s", *(f"{phase}_s" for phase in PHASES), "graphs_GB")
+    medians = {name: engines[name].astype(float).median() for name in names}
+    return medians | {"buckets": int(engines["buckets"].max())}
+
+
+def _rate(point: pd.DataFrame) -> float:
+    return float(np.median([np.median(e) for e in values(point, "output_tok_s")]))
+
+
+def _break_even(
+    row: dict[str, Any], standard: tuple[float, float] | None, why: str | None
+) -> dict[str, Any]:
+    """Extra start-up / time saved per token, against `standard`: (start-up s, output tok/s)."""
+    if standard is None:
+        return {"reason": f"eager, not compiled: {why}"}
+    extra = row["start_s"] - standard[0]
+    saved = 1 / standard[1] - 1 / row["output_tok_s"]
+    if saved <= 0:
+        return {"extra_s": extra, "reason": "it saves no time per token"}
+    return {"extra_s": extra, "break_even_tokens": extra / saved}
+
+
+def verdict(frame: pd.DataFrame) -> Finding:
+    """Every mode that starts later than eager must save time per token."""
+    rows = frame[frame["extra_s"].notna()]
+    later = rows[rows["extra_s"] > 0]
+    if later.empty:
+        return Finding(None, "no mode starts later than eager, not compiled")
+    earned = later[later["break_even_tokens"].notna()]
+    text = (
+        f"compiling and graphs start {later['extra_s'].min():.1f} to {later['extra_s'].max():.1f} "
+        f"s later than eager; {len(earned)} of {len(later)} rows earn it back"
+    )
+    if len(earned):
+        low, high = earned["break_even_tokens"].min(), earned["break_even_tokens"].max()
+        text += f", after {low:,.0f} to {high:,.0f} output tokens"
+    return Finding(len(earned) == len(later), text)
+
+
+def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
+    """A stacked bar a row, with its break-even."""
+    from matplotlib.figure import Figure
+
+    drawn = frame[frame["start_s"].notna()]
+    drawing = Figure(figsize=(9, 1.2 + 0.35 * len(drawn)), layout="constrained")
+    ax = drawing.subplots()
+    left, places = np.zeros(len(drawn)), range(len(drawn))
+    for phase in PHASES:
+        widths = drawn[f"{phase}_s"].astype(float).fillna(0.0).to_numpy()
+        ax.barh(places, widths, left=left, label=phase)
+        left = left + widths
+    for place, (end, tokens) in enumerate(zip(left, drawn["break_even_tokens"], strict=True)):
+        if tokens is not None and tokens == tokens:
+            ax.text(end, place, f" {tokens:,.0f} tokens", va="center", fontsize=7)
+    names = [n for n in ("model", "tp", "batch", "compile") if n in drawn]
+    labels = [
+        " ".join([*(f"{n}={row[n]}" for n in names), "eager" if row["enforce_eager"] else "graphs"])
+        + f" {row['compiled_code']}"
+        for _, row in drawn.iterrows()
+    ]
+    ax.set_yticks(places, labels, fontsize=7)
+    ax.invert_yaxis()
+    ax.set_xlabel("s from process start to ready; behind it the tokens after which it is earned")
+    ax.legend(fontsize=8)
+    drawing.savefig(path, dpi=120)
+
+
+EXPERIMENT = Experiment(
+    name="startup_cost",
+    question="What do compiling and capturing cost before the first token, and when is it earned "
+    "back?",
+    claim="each mode that starts later than eager saves time per token, so that it is earned back",
+    source="against vllm-project/vllm#19824: start-up makes users choose --enforce-eager",
+    columns=COLUMNS,
+    summary=summary,
+    figure=figure,
+    verdict=verdict,
+    elsewhere=(
+        Elsewhere("start-up 14.18 s, and 39.34 s with -O3", "vllm-project/vllm#11005"),
+        Elsewhere(
+            "some 15 s of Dynamo, 70 s of compiling and 60 s of graphs",
+            "vllm-project/vllm#19824, 70B, TP=8",
+        ),
+        Elsewhere(
+            "compiling 17 s, and 4 s where layers share one region", "pytorch/torchtitan#3145"
+        ),
+        Elsewhere(
+            "start-up 21.7 to 25.0 s for 4.07 to 5.83 requests/s",
+            "vllm-project/vllm#25444, Qwen3-0.6B",
+        ),
+    ),
+)
