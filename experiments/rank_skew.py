@@ -226,9 +226,5 @@ EXPERIMENT = Experiment(
             "ranks arrive 31.6 us apart at an all-reduce, 2.75 ms a token",
             "1Cat-vLLM#173, graphs, 87 collectives a step",
         ),
-        Elsewhere(
-            "the same all-reduce takes 8.2 us on the late rank and 76 us on the early one",
-            "an nsys profile of eager steps on two H200s, 512 KiB",
-        ),
     ),
 )
