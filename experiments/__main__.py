@@ -11,7 +11,8 @@ from pathlib import Path
 from experiments.base import Experiment, ExperimentError, report
 from harness.store import StoreError
 
-OWN = ("base", "intervals", "points", "repeated", "step_parts", "__init__", "__main__")
+OWN = ("base", "greedy", "intervals", "points", "repeated", "step_parts", "__init__",
+       "__main__")  # fmt: skip
 
 
 def names() -> list[str]:

@@ -124,7 +124,7 @@ def resolve_model(model: dict[str, Any]) -> Path:
             f"directory or hub id (Qwen/{name.replace('qwen', 'Qwen').replace('b', 'B')})"
         )
     text = json.dumps(PUBLISHED[name], indent=2, sort_keys=True)
-    return _built(name, text, lambda folder: (folder / "config.json").write_text(text + "\n"))
+    return built(name, text, lambda folder: (folder / "config.json").write_text(text + "\n"))
 
 
 def build_tiny() -> Path:
@@ -133,12 +133,12 @@ def build_tiny() -> Path:
     Each major version of transformers has its own copy, since it names the tokenizer's class."""
     major = metadata.version("transformers").split(".")[0]
     recipe = json.dumps([_TINY_VERSION, major, TINY, SPECIAL_TOKENS], sort_keys=True)
-    return _built("tiny", recipe, _write_tiny)
+    return built("tiny", recipe, _write_tiny)
 
 
 def _write_tiny(folder: Path) -> None:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     config = Qwen3Config(**TINY)
@@ -150,6 +150,13 @@ def _write_tiny(folder: Path) -> None:
     model.save_pretrained(folder)
     if progress_bar:
         logging.enable_progress_bar()
+    save_byte_tokenizer(folder)
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """`byte_tokenizer` in transformers' format."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(),
         eos_token=SPECIAL_TOKENS[2],
@@ -178,7 +185,7 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def _built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
+def built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
     """`<cache>/models/<name>-<hash of recipe>`, written beside it and renamed when whole, so that a
     reader never sees half of it and two builders cannot disturb each other."""
     target = cache_root() / "models" / f"{name}-{digest(recipe, 8)}"

@@ -127,7 +127,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        models._built("x", "recipe", fail)
+        models.built("x", "recipe", fail)
     assert list((tmp_path / "models").iterdir()) == []
 
 
