@@ -1,4 +1,4 @@
-"""What of a decode step is communication: parts that are measured each by itself, and their sum."""
+"""What of a decode step is communication: parts, each measured by itself, and their sum."""
 
 from __future__ import annotations
 

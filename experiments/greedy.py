@@ -1,4 +1,4 @@
-"""Greedy tokens with their log-probabilities, of an engine or of transformers, kept as JSON."""
+"""Greedy tokens with log-probabilities, of an engine or of transformers, kept as JSON."""
 
 from __future__ import annotations
 

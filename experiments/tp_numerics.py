@@ -1,4 +1,4 @@
-"""Whether TP size, batch and mode change greedy tokens, and if so, only where two are as good."""
+"""Whether TP size, batch and mode change greedy tokens, and only where two are as good."""
 
 from __future__ import annotations
 

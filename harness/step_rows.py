@@ -1,4 +1,4 @@
-"""Rows of the table of steps: the engine's log, device times, kernels, delays put into them"""
+"""Rows of the table of steps: the log of the engine, device times, kernels, planted delays."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_two_builders_at_once_leave_one_whole_copy(
         both_write.wait()
 
     with ThreadPoolExecutor(2) as pool:
-        builds = [pool.submit(models._built, "x", "recipe", write) for _ in range(2)]
+        builds = [pool.submit(models.built, "x", "recipe", write) for _ in range(2)]
         folders = {build.result() for build in builds}
     assert list((tmp_path / "models").iterdir()) == list(folders)
     assert (folders.pop() / "config.json").read_text() == "whole"
