@@ -16,6 +16,7 @@ SKIPPED, PROFILED = 4, 12  # decode steps before the profile and in it
 MARK = "_nothing"
 """Name of the kernel that stands before and after each profiled step, so that CUPTI's kernels can
 be told apart by step: a replay's are launched by no call of their own."""
+COPIES = ("Memcpy", "Memset")
 Kernel = tuple[str, int, int]
 """(name, begin ns, duration ns)"""
 
@@ -74,20 +75,21 @@ class ProfilerObserver(CollectiveObserver):
             [] if self._profile is None else sorted(self._profile.kernels(), key=itemgetter(1))
         )
         calls = [kernel for kernel in kernels if communicates(kernel[0])]
-        splits = _splits(kernels)
+        steps, modes = self._steps.taken(), self._modes.tuple()
+        splits = _splits(kernels, [modes[mode].startswith("graph") for mode in steps["mode"]])
         error = None
         if self._profile is None:
             error = f"the window has no more than {SKIPPED} decode steps"
-        elif splits is None or len(splits) != self._steps.count:
+        elif splits is None:
             marks = sum(name.startswith(MARK) for name, _, _ in kernels)
-            error = f"CUPTI reported {marks} kernels {MARK} round {self._steps.count} steps"
+            error = f"CUPTI reported {marks} kernels {MARK} round {len(steps)} steps"
         elif self._world > 1 and not calls:
             error = f"CUPTI reported no kernel named {', '.join(COMMUNICATION)}"
         return ProfileRecord(
             rank=self._rank,
             world=self._world,
-            steps=self._steps.taken(),
-            modes=self._modes.tuple(),
+            steps=steps,
+            modes=modes,
             names=[name for name, _, _ in calls],
             begin_ns=np.array([begin for _, begin, _ in calls], np.int64),
             duration_ns=np.array([ns for _, _, ns in calls], np.int64),
@@ -136,15 +138,23 @@ def _cuda_mark(device: str) -> Callable[[], None]:
     return Nothing(device)
 
 
-def _splits(kernels: list[Kernel]) -> np.ndarray | None:
+def _splits(kernels: list[Kernel], replayed: list[bool]) -> np.ndarray | None:
     """[S] SPLIT_DTYPE of the kernels that begin between the marks 0 and 1, 2 and 3, ..., by begin;
-    None where a mark is alone."""
+    None where there are not two marks a step.
+
+    A replayed step is its graph, as its stamps have it: copies before and after it, of which some
+    20 us of launching the graph keep the first apart, are left out.
+    """
     marks = [place for place, kernel in enumerate(kernels) if kernel[0].startswith(MARK)]
-    if len(marks) % 2:
+    if len(marks) != 2 * len(replayed):
         return None
-    found = np.zeros(len(marks) // 2, SPLIT_DTYPE)
+    found = np.zeros(len(replayed), SPLIT_DTYPE)
     for step, (first, last) in enumerate(zip(marks[::2], marks[1::2], strict=True)):
         own = kernels[first + 1 : last]
+        while replayed[step] and own and own[0][0].startswith(COPIES):
+            own = own[1:]
+        while replayed[step] and own and own[-1][0].startswith(COPIES):
+            own = own[:-1]
         begin = np.array([kernel[1] for kernel in own], np.int64)
         end = begin + np.array([kernel[2] for kernel in own], np.int64)
         found[step] = split(begin, end, np.array([communicates(k[0]) for k in own], bool))

@@ -240,6 +240,11 @@ def test_latency_agrees_with_cupti(tmp_path: Path, enforce_eager: bool, compile_
     assert len(compared) == 2
     limit = max(3.0, 0.1 * float(kernels["value"].median()))
     assert compared["value"].abs().max() <= limit, compared[["site", "ranks", "value"]]
+    # Every profiled step but the first was found between its marks; on one stream nothing overlaps.
+    steps = results.steps[results.steps["kernels"].notna()]
+    assert set(steps["pass"]) == {"profiler"} and len(steps) == 11 * 2
+    whole = steps[["compute_us", "comm_kernel_us", "idle_us"]].sum(axis=1)
+    assert (whole / steps["device_us"]).between(0.99, 1.01).all(), steps
 
 
 @two_gpus

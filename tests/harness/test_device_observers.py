@@ -319,6 +319,31 @@ def test_the_profiler_takes_some_decode_steps_and_keeps_communication_by_begin()
     assert record.splits.tolist() == [(3, 207, 90, 16, 101, 101)] + [(0,) * 6] * (PROFILED - 1)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("graph", (3, 30, 19, 0, 11, 0)), ("eager", (5, 190, 29, 0, 161, 0))],
+)
+def test_a_replay_is_its_graph_without_the_copies_round_it(
+    mode: str, expected: tuple[int, ...]
+) -> None:
+    class OneStep(FakeProfile):
+        def kernels(self) -> list[tuple[str, int, int]]:
+            of_step = [("_nothing", 0, 1), ("Memcpy HtoD (x)", 10, 5),
+                       ("gemm", 100, 9), ("Memcpy DtoD", 115, 2), ("gemm", 122, 8),
+                       ("Memcpy DtoH (x)", 195, 5), ("_nothing", 210, 1)]  # fmt: skip
+            return [
+                (name, 1000 * step + begin, ns)
+                for step in range(PROFILED)
+                for name, begin, ns in of_step
+            ]
+
+    observer = ProfilerObserver(context(), lambda: OneStep([]), lambda: None)
+    for number in range(SKIPPED + PROFILED):
+        observer.step_begin(info(number, mode=mode))
+        observer.step_end(info(number, mode=mode))
+    assert observer.result().splits.tolist() == [expected] * PROFILED
+
+
 def test_marks_that_cupti_lost_are_said() -> None:
     observer = ProfilerObserver(context(), lambda: FakeProfile([]), lambda: None)
     for number in range(SKIPPED + PROFILED - 1):
