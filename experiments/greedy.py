@@ -45,7 +45,7 @@ def prompts(model: dict[str, Any], tokens: int, requests: int = REQUESTS) -> lis
 
     folder = Path(sysconfig.get_path("stdlib"))
     text = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in HELD_BACK)
-    ids = AutoTokenizer.from_pretrained(resolve_model(model))(text)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(resolve_model(model))(text, verbose=False)["input_ids"]
     last = len(ids) - tokens
     if last < 0:
         raise ValueError(f"workload.prompt_tokens={tokens}: the text has {len(ids)}")

@@ -25,7 +25,7 @@ COLUMNS = {
     "requests": Column("prompts, of Python's sources that a trained model has not seen"),
     "identical": Column("tokens before the first that differs, of all tokens", ".2%"),
     "diverged": Column("requests with a token that differs"),
-    "first": Column("earliest place of one, from 0"),
+    "first": Column("earliest place of one, from 0", ".0f"),
     "dlogprob": Column(
         "largest difference of a chosen token's log-probability, over the tokens before the first "
         "that differs",
