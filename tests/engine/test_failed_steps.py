@@ -22,26 +22,13 @@ from tests.support.fake_model import FakeRunner, reference
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-class Runner(FakeRunner):
-    """Finds the schedule of the step by itself, and logs no time."""
-
-    core: EngineCore
-
-    def launch(self, plan: Any, sampling: Any) -> Any:
-        self.schedule = self.core._scheduler._in_flight[-1]
-        return super().launch(plan, sampling)
-
-    def record_wall(self, *of_step: int) -> None: ...
-
-
 def make(overlap: bool) -> EngineCore:
-    runner: Any = Runner(
+    runner: Any = FakeRunner(
         num_pages=12, page_size=4, prefix_cache=True, max_num_seqs=4, max_num_batched_tokens=16,
         max_model_len=40, overlap=overlap,
     )  # fmt: skip
-    core = EngineCore(runner)
-    runner.core, runner.pool = core, core._pool
-    return core
+    runner.core = EngineCore(runner)
+    return runner.core
 
 
 def drive(core: EngineCore, ended: list[Request]) -> None:

@@ -16,7 +16,10 @@ from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Schedule, Scheduler
 from engine.step import StepPlan
+from tests.support.drive import schedules
 from tests.support.fake_model import EOS, FakeModel, reference
+
+LOADS = schedules(200)  # some 15 ms each
 
 
 @dataclass
@@ -193,7 +196,8 @@ class Run:
         raise AssertionError("no end in 2,000 steps")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.timeout(300 + LOADS // 10)
+@settings(max_examples=LOADS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(loads())
 def test_every_request_ends_with_the_tokens_of_a_run_alone(load: Load) -> None:
     run = Run(load)

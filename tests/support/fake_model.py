@@ -7,6 +7,7 @@ every token after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,21 +119,28 @@ class FakeRunner:
     """What EngineCore needs of a runner, around a FakeModel.
 
     Attributes:
-        schedule: of the step to be launched; whoever drives the core sets it. pool: the core's.
+        core: whose steps it runs; to be set before the first.
+        before: called with "launch" or "collect" before each; may raise.
     """
 
     def __init__(self, **config: Any) -> None:
         self.config = SimpleNamespace(model="no such folder", **{"overlap": False, **config})
         self.shape = SimpleNamespace(eos_token_ids=tuple(EOS), vocab_size=VOCAB)
         self.model = FakeModel(config["page_size"], config["num_pages"], config["max_num_seqs"])
-        self.schedule: Schedule | None = None
-        self.pool: BlockPool | None = None
+        self.core: Any = None
+        self.before: Callable[[str], None] = lambda call: None
 
     def launch(self, plan: StepPlan, sampling: SamplingPlan | None) -> Launched:
-        assert sampling is None and self.schedule is not None and self.pool is not None
+        self.before("launch")
+        assert sampling is None
+        schedule = self.core._scheduler._in_flight[-1]
         message = StepPlan.from_bytes(plan.to_bytes())
-        return Launched(torch.tensor(self.model.run(message, self.schedule, self.pool)))
+        return Launched(torch.tensor(self.model.run(message, schedule, self.core._pool)))
 
     def collect(self, launched: Launched) -> list[int]:
+        self.before("collect")
         assert launched.ids is not None
         return launched.ids.tolist()
+
+    def record_wall(self, step: int, begin_ns: int, end_ns: int) -> None:
+        assert begin_ns <= end_ns
