@@ -53,6 +53,21 @@ def test_norm_with_residual(dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+def test_a_compiled_norm_is_the_formula() -> None:
+    """A compiler may leave out roundings between fused operations and add none: what it gives is as
+    near to float64 as what is written."""
+    torch.manual_seed(0)
+    norm = new_norm(40, torch.bfloat16)
+    x, residual = torch.randn(2, 6, 40).mul(3).bfloat16().unbind()
+    with torch.inference_mode():
+        normed, total = torch.compile(norm.forward, fullgraph=True)(x, residual)
+    exact = x.double() + residual.double()
+    assert torch.equal(total, exact.bfloat16())
+    expected = exact / exact.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt() * norm.weight.double()
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(normed.double(), expected, rtol=2 * eps, atol=0)
+
+
 def test_norm_with_residual_uses_the_sum_before_rounding() -> None:
     """Of 4096 bfloat16 results nearly all are the float64 one, rounded; had the sum been rounded
     first, every tenth would be one step off."""

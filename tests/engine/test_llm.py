@@ -84,7 +84,9 @@ def test_the_batch_does_not_change_a_row(checkpoints: Checkpoints) -> None:
         assert_greedy(path, llm, prompts[::-1])
 
 
-@pytest.mark.parametrize("length", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE])
+@pytest.mark.parametrize(
+    "length", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 3 * PAGE]
+)
 def test_a_warm_prefix_gives_the_tokens_of_a_cold_one(
     checkpoints: Checkpoints, length: int
 ) -> None:
@@ -279,21 +281,28 @@ def test_engines_one_after_the_other_leave_nothing(checkpoints: Checkpoints) -> 
     second.close()
 
 
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_compiled_tokens_are_transformers(
-    checkpoints: Checkpoints, scope: str, tmp_path: Path
+def test_compiled_tokens_are_transformers_whatever_the_cache_holds(
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
+    """What other settings left in the compile cache is not taken for this one's."""
     path = checkpoints(num_layers=2)
-    budget = {"max_num_batched_tokens": 16, "max_num_seqs": 4}  # so that some steps use all of it
-    with engine(path, compile=scope, cache_dir=str(tmp_path), **budget) as llm:
-        before = llm.counters()
-        assert before["compiles"] == (2 if scope == "model" else 4)
-        assert before["graph_breaks"] == 0
-        assert_greedy(path, llm, prompts_of(LENGTHS))
-        assert 16 in llm.drain_steps()[0]["tokens"]
-        # Every token count of the run is served by what warm-up compiled.
-        assert llm.counters()["compiles"] == before["compiles"]
-        assert llm.effective["mode"] == f"compiled-{scope}"
+    hits = []
+    for scope, page_size in (("layer", 8), ("model", 4), ("layer", 8)):
+        options: dict[str, Any] = {
+            "compile": scope, "cache_dir": str(tmp_path), "page_size": page_size,
+            "max_num_batched_tokens": 16, "max_num_seqs": 4,  # so that some steps use all of it
+        }  # fmt: skip
+        with engine(path, **options) as llm:
+            before = llm.counters()
+            assert before["compiles"] == (2 if scope == "model" else 4)
+            assert before["graph_breaks"] == 0
+            hits.append(before["cache_hits"])
+            assert_greedy(path, llm, prompts_of(LENGTHS))
+            assert 16 in llm.drain_steps()[0]["tokens"]
+            # Every token count of the run is served by what warm-up compiled.
+            assert llm.counters()["compiles"] == before["compiles"]
+            assert llm.effective["mode"] == f"compiled-{scope}"
+    assert hits[0] < hits[2]
     assert (tmp_path / "rank0" / "inductor").is_dir()
 
 

@@ -101,12 +101,26 @@ def test_prompts_round_a_page_boundary_match(checkpoints: Checkpoints, page_size
 
 
 def test_chunk_ends_at_every_position(checkpoints: Checkpoints) -> None:
+    """Of 70 tokens, and chunks of 32 after the first."""
     path = checkpoints()
-    ids = random_ids(97)[2]
+    rng = random.Random(3)
+    ids = [rng.randrange(97) for _ in range(70)]
     expected = reference_logits(path, ids)
     for cut in range(1, len(ids)):
-        [logits] = logits_of(path, [ids], [{0: cut}, {0: len(ids) - cut}])
+        rest = [min(32, len(ids) - begin) for begin in range(cut, len(ids), 32)]
+        [logits] = logits_of(path, [ids], [{0: count} for count in (cut, *rest)])
         assert (logits - expected).abs().max() < TOLERANCE, cut
+
+
+@pytest.mark.parametrize("size", [2_000, 512, 300, 257, 256])
+def test_a_long_prompt_in_chunks_of_any_size(checkpoints: Checkpoints, size: int) -> None:
+    """Pages of 256: a chunk ends with a page, behind it, or anywhere; each attends up to its own
+    end and no further."""
+    path = checkpoints(max_position=2_048, num_layers=2)
+    rng = random.Random(4)
+    ids = [rng.randrange(97) for _ in range(2_000)]
+    [logits] = logits_of(path, [ids], chunked(size)([2_000]), page_size=256)
+    assert (logits - reference_logits(path, ids)).abs().max() < TOLERANCE
 
 
 def test_padding_rows_change_nothing(checkpoints: Checkpoints) -> None:

@@ -22,7 +22,7 @@ from engine.comm import Collective, CollectiveObserver, ObserverContext, StepInf
 from engine.errors import CheckpointError
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
-from tests.support.pids import TellsItsProcess
+from tests.support.pids import assert_gone, rank_pids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LAYERS = 3
@@ -61,26 +61,6 @@ class RaisesInStepFive(Recorder):
 def engine(path: Path, **options: Any) -> LLM:
     defaults: dict[str, Any] = {"enforce_eager": True, "page_size": 8, "device": "cpu", "tp": 2}
     return LLM(path, **{**defaults, "threads_per_rank": 1, **options})
-
-
-def rank_pids(llm: LLM) -> list[int]:
-    llm.attach([TellsItsProcess])
-    return [observers[0] for observers in llm.detach()]
-
-
-def assert_gone(pids: list[int], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while alive := [pid for pid in pids if _is_running(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import numpy as np
@@ -11,6 +13,7 @@ from engine.comm.types import Phase
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.step import ScheduledSeq, StepPlan
+from engine.workers import RankChannels, _plan_sender
 
 
 def make(name: str, prompt: list[int], slot: int, pages: list[int], **kwargs: object) -> Request:
@@ -112,6 +115,21 @@ def test_a_long_prompt_fits_one_message() -> None:
     back = StepPlan.from_bytes(message)
     np.testing.assert_array_equal(back.token_ids, np.arange(300_000))
     np.testing.assert_array_equal(back.pages, np.arange(18_750))
+
+
+def test_the_way_to_the_other_ranks_has_no_size() -> None:
+    """A pipe that a thread empties while rank 0 writes, and no shared memory, so that neither a
+    chunk's size nor that of /dev/shm bounds a step."""
+    mine, other = multiprocessing.Pipe()
+    prompt = list(range(300_000))
+    request = make("long", prompt, 0, list(range(18_750)))
+    plan = StepPlan.from_schedule(0, [ScheduledSeq(request, 0, len(prompt), True)])
+    with ThreadPoolExecutor(1) as threads:
+        message = threads.submit(other.recv_bytes)
+        _plan_sender(RankChannels(mine, None, [mine]))(plan)
+        received = message.result()
+    assert received[:1] == b"S"
+    np.testing.assert_array_equal(StepPlan.from_bytes(received[1:]).token_ids, prompt)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 60])

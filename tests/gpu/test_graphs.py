@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from engine import LLM, FinishReason, SamplingParams
 from engine.comm.types import Phase
 from engine.graphs import bucket_sizes
 from engine.launched import Launched
@@ -88,12 +88,6 @@ def test_poison_in_unnamed_pages_and_padding_changes_nothing(half: Path, attenti
     assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 17, 20, 33])
-def test_the_last_bucket_is_max_num_seqs(max_num_seqs: int) -> None:
-    sizes = bucket_sizes(max_num_seqs)
-    assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes))
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("batch", [1, 5, 16, 17, 20])
 def test_tokens_of_batches_off_the_buckets(
@@ -110,6 +104,32 @@ def test_tokens_of_batches_off_the_buckets(
         assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
     decodes = steps[steps["phase"] == 1]
     assert set(decodes["bucket"].tolist()) == {min(b for b in bucket_sizes(20) if b >= batch)}
+
+
+def test_buckets_of_more_rows_than_a_sequence_has_positions(checkpoints: Checkpoints) -> None:
+    """Captures of 512 rows with block tables for 128 positions read nothing past them."""
+    path = checkpoints(**HEADS)
+    prompts = [ids[: 3 + i % 7] for i, ids in enumerate(sequences(512, 10))]
+    options: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 128}
+    with LLM(path, max_num_seqs=512, num_pages=2_000, **options) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        (steps,) = llm.drain_steps()
+    assert steps["bucket"].max() == 512
+    for prompt, output in list(zip(prompts, outputs, strict=True))[::37]:
+        assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_models_length_ends_a_request(checkpoints: Checkpoints, eager: bool) -> None:
+    """500 prompt tokens and 100 wanted of a length of 512: 12, and a block table that is full."""
+    path = checkpoints(max_position=512, **HEADS)
+    prompt = sequences(1, 500)[0]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    options: dict[str, Any] = {"page_size": 16, "attention": "sdpa", "max_model_len": 512}
+    with LLM(path, enforce_eager=eager, num_pages=64, max_num_seqs=2, **options) as llm:
+        output = llm.generate([prompt], params)[0]
+    assert output.finish_reason is FinishReason.LENGTH
+    assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
 
 
 def test_preemption_and_warm_prefixes_under_graphs(checkpoints: Checkpoints) -> None:

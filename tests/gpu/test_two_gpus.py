@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from engine import LLM, EngineDeadError, SamplingParams
 from engine.comm.rendezvous import Rendezvous
 from tests.gpu.conftest import HEADS
 from tests.gpu.test_numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
+from tests.support.pids import assert_gone, rank_pids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,14 +91,72 @@ def test_ten_thousand_replays_between_prefills(checkpoints: Checkpoints) -> None
         assert llm.counters()["captures"] == 2 * 3  # buckets 1, 2, 4 on two ranks
         begin = time.monotonic()
     assert time.monotonic() - begin < 10
+    llm.close()
 
 
-def test_ranks_agree_on_the_smaller_cache(checkpoints: Checkpoints) -> None:
-    path = checkpoints(dtype="bfloat16", hidden_size=64, **HEADS)
-    held = torch.empty(10 << 30, dtype=torch.uint8, device="cuda:1")
-    options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "tp": 2}
-    with LLM(path, memory_utilization=0.98, enforce_eager=True, **options) as llm:
+def test_ranks_agree_on_the_smaller_cache_and_use_all_of_it(checkpoints: Checkpoints) -> None:
+    """Some 4 GiB free on the first GPU and 3 on the second. More prompt tokens than the smaller
+    cache holds touch its last page, since pages that nothing is kept in are taken first; one that
+    the second rank does not have would be an illegal access there."""
+    path = checkpoints(max_position=1_024, **HEADS)
+    held = []
+    for index, gib in ((0, 4), (1, 3)):
+        free = torch.cuda.mem_get_info(index)[0]
+        size = free - (gib << 30)
+        held.append(torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}"))
+    options: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 1_024,
+        "page_size": 256,
+        "attention": "sdpa",
+        "memory_utilization": 0.995,
+    }
+    with LLM(path, tp=2, enforce_eager=True, **options) as llm:
         memory = llm.memory()
-        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+        assert memory[0]["kv_bytes"] == memory[1]["kv_bytes"]
+        assert llm.effective["num_pages"] > 100
+        # Of 1,000 tokens each, three full pages and a part of one.
+        count = llm.effective["num_pages"] // 4 + 9
+        rng = random.Random(8)
+        prompts = [[rng.randrange(97) for _ in range(1_000)] for _ in range(count)]
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
     del held
-    assert memory[0]["kv_bytes"] == memory[1]["kv_bytes"]
+    assert {len(output.token_ids) for output in outputs} == {3}
+    for prompt, output in zip(prompts[-9:], outputs[-9:], strict=True):
+        assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 3)
+
+
+def test_a_compile_cache_serves_the_ranks_that_filled_it(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Cold, then warm: each rank finds its own code, which names its own GPU."""
+    path = checkpoints(**HEADS)
+    prompts = [[(7 * i + 3 * n) % 97 for i in range(n)] for n in (1, 9, 29)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    options: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 64}
+    for _ in range(2):
+        with LLM(path, tp=2, compile="model", cache_dir=str(tmp_path), **options) as llm:
+            for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+                assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0-gpu0", "rank1-gpu1"]
+
+
+def test_a_rank_that_is_killed_in_a_replay_is_named_and_nothing_stays(
+    checkpoints: Checkpoints,
+) -> None:
+    """Its peer spins inside a collective of a graph, which no exception reaches."""
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    options: dict[str, Any] = {"page_size": 8, "num_pages": 200, "attention": "sdpa"}
+    llm = LLM(checkpoints(**HEADS), tp=2, max_num_seqs=4, **options)
+    pids = rank_pids(llm)
+    threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError) as caught:
+        while True:
+            llm.generate([[1, 2, 3]] * 4, params)
+    assert time.monotonic() - begin < 10
+    assert (caught.value.rank, caught.value.exitcode) == (1, -signal.SIGKILL)
+    assert_gone(pids)
+    llm.close()
+    llm.close()
