@@ -32,7 +32,7 @@ TREE_OTHER = {
     "conf": "the Hydra configuration; packed into a wheel as harness/conf",
     "results": "published tables, how to read them and how to submit; runs/ is not kept in git",
     "tests": "mirrors engine/, harness/ and experiments/; gpu/ needs a device",
-    "docs": "architecture; one step; verdicts; calibration; experiments; every option; every column",
+    "docs": "architecture, one step, verdicts, calibration, experiments, every option and column",
     "scripts": "the generated parts of the documentation; a check of the verdicts; a trained model",
 }
 
