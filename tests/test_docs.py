@@ -44,9 +44,9 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 def test_readme_has_the_two_commands_and_ci_runs_the_same_test_command() -> None:
     lines = shell_lines(ROOT / "README.md")
     assert "python -m harness +experiment=tp_sweep" in lines
-    assert "python -m pytest" in lines
+    assert "python -m pytest -n 2 --dist loadfile" in lines
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()
-    assert ci[-1] == "step tests python -m pytest"
+    assert ci[-1] == "step tests python -m pytest -n 2 --dist loadfile"
     assert any("pip install" in x and "'.[test]'" in x for x in lines)
     assert any("pip install" in x and '-e ".[test]"' in x for x in ci)
 
