@@ -31,4 +31,9 @@ def of_point(
     for row in figures:
         if row["name"] == "mbu" and row["value"] is not None and row["value"] < LEAST_MBU:
             found.append(f"{FLAG}a decode step uses {row['value']:.1%} of the read bandwidth")
+        if row["name"] == "comm_share" and row["value"] is not None and row["value"] > 1:
+            if (row.get("phase"), row.get("ranks")) == ("decode", "max"):
+                found.append(
+                    f"{FLAG}collectives of the timed pass last {row['value']:.0%} of a clean step"
+                )
     return found

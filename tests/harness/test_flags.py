@@ -41,3 +41,16 @@ def test_decode_steps_that_were_not_replayed_are_flagged() -> None:
 def test_a_step_far_from_the_bandwidth_is_flagged(value: float | None, flagged: bool) -> None:
     found = of_point([], [figure("mfu", 0.001), figure("mbu", value)], graphs=True)
     assert found == (["flag: a decode step uses 4.9% of the read bandwidth"] if flagged else [])
+
+
+def test_collectives_longer_than_their_step_are_flagged() -> None:
+    rows = [
+        {"name": "comm_share", "value": value, "phase": phase, "ranks": ranks}
+        for value, phase, ranks in (
+            (1.14, "decode", "max"), (1.14, "decode", "0"), (1.3, None, "max"),
+            (0.9, "decode", "max"),
+        )
+    ]  # fmt: skip
+    assert of_point([], rows, graphs=False) == [
+        "flag: collectives of the timed pass last 114% of a clean step"
+    ]
