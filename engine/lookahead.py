@@ -15,9 +15,10 @@ def remaining(request: Request) -> int:
 
 def ends_in_flight(request: Request, max_model_len: int) -> bool:
     """Whether a token in flight will be the request's last, as far as its length says."""
-    full = request.num_tokens >= max_model_len
+    if not request.tokens_in_flight:  # every step asks this of every running request
+        return False
     done = request.num_generated >= request.params.max_tokens
-    return request.tokens_in_flight > 0 and (full or done)
+    return done or request.num_tokens >= max_model_len
 
 
 def pages_short(pool: BlockPool, decoding: Sequence[Request]) -> bool:
