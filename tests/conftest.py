@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,3 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none is visible"))
+
+
+@pytest.fixture
+def foreign_pid() -> Iterator[int]:
+    """A process that is not of this one's session. Process 1 would not do: in a container it is
+    often what runs the tests."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        yield process.pid
+        assert process.stdin is not None
+        process.stdin.close()

@@ -45,9 +45,9 @@ def test_parts_are_kept_and_what_is_missing_is_named(calibration: Calibration) -
 
 
 def test_a_part_says_how_the_machine_was_behind_it(
-    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch, foreign_pid: int
 ) -> None:
-    install(monkeypatch, reading(sm=1410, pids=[1]), reading())
+    install(monkeypatch, reading(sm=1410, pids=[foreign_pid]), reading())
     calibration.put("read", [figure("read_bytes_s", 4e12)])
     state = calibration.parts["read"]["state"]
     assert (state["gpu0.sm_clock_mhz"], state["gpu1.sm_clock_mhz"]) == (1410.0, 1980.0)

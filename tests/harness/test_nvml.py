@@ -24,9 +24,10 @@ ALL = ["sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle
        "energy_j", "own_processes", "other_processes"]  # fmt: skip
 
 
-def test_every_reading_has_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reading_has_its_unit(monkeypatch: pytest.MonkeyPatch, foreign_pid: int) -> None:
     mine = os.getpid()
-    nvml = install(monkeypatch, reading(bits=0x24, pids=[mine, 1, 2**22 + 5]), reading(mw=71_500))
+    pids = [mine, foreign_pid, 2**22 + 5]
+    nvml = install(monkeypatch, reading(bits=0x24, pids=pids), reading(mw=71_500))
     with Gpus() as gpus:
         rows = gpus.read("before")
     assert nvml.opened == 0
@@ -223,7 +224,7 @@ def test_an_engines_gpus_are_the_first_visible_ones(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_point_has_the_columns_and_the_rows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, foreign_pid: int
 ) -> None:
     from harness.point import measure_point
     from harness.report import summary, view
@@ -231,7 +232,7 @@ def test_a_point_has_the_columns_and_the_rows(
     from tests.support.fake_backend import make_cfg, make_point
     from tests.support.fake_gpu_backend import FakeGpuBackend
 
-    install(monkeypatch, reading(bits=0x4, pids=[os.getpid(), 1]), reading(sm=1400))
+    install(monkeypatch, reading(bits=0x4, pids=[os.getpid(), foreign_pid]), reading(sm=1400))
     cfg = make_cfg(tp=1, timing="stamps", device="cuda", results_dir=str(tmp_path / "runs"))
     run = tmp_path / "runs" / "run"
     measure_point(FakeGpuBackend(cfg, "eager"), make_point(cfg), run / "points" / "p")
