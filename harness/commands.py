@@ -18,9 +18,11 @@ from harness.config import AXES, SettingsError, as_written
 from harness.console import print_line, print_table, stdout
 from harness.execute import Execution
 from harness.fingerprint import surroundings
+from harness.forecast import Forecast
 from harness.machine import Machine
 from harness.marker import FAILED, KEPT
 from harness.models import ModelError, cache_root
+from harness.naming import settings, varying
 from harness.plan import Plan, Point, build
 from harness.runs import RunFolder, StorageError, open_run
 from harness.session import Outcome
@@ -28,39 +30,45 @@ from harness.store import StoreError
 from harness.trace import TraceError
 from harness.worker import Functions
 
-SKIPPED = "skipped because"
+SKIPPED, SECONDS = "skipped because", "about s"
 AGAIN = "the same command continues this run"
 
 
-def make_plan(configs: Sequence[dict[str, Any]]) -> Plan | None:
-    """The plan of this machine, or None after saying on stderr which setting cannot stand."""
+def make_plan(configs: Sequence[dict[str, Any]]) -> Plan:
+    """The plan of this machine.
+
+    Raises:
+        SettingsError: a setting that cannot stand, whoever refuses it.
+    """
     try:
         return build(configs, machine=Machine.probe(), surroundings=surroundings())
-    except (SettingsError, ConfigError, ModelError, TraceError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return None
+    except (ConfigError, ModelError, TraceError) as error:
+        raise SettingsError(str(error)) from error
 
 
 def list_points(configs: Sequence[dict[str, Any]]) -> int:
-    """Prints the points in the order in which `run` takes them; nothing is started or written."""
+    """Prints the points in the order in which `run` takes them, and their time by earlier runs;
+    nothing is started or written."""
     plan = make_plan(configs)
-    if plan is None:
-        return 1
     console = stdout()
     print_line(console, headline(plan))
-    varying = [axis for axis in AXES if len(_values(plan, axis)) > 1]
-    headings = ["#", "point", "engine", *varying, SKIPPED]
-    rows = [
-        [str(point.index), point.point_id, point.engine_key[:6]]
-        + [as_written(point.axes[axis]) for axis in varying]
-        + [point.skip or ""]
-        for point in plan.points
-    ]  # an axis that has one value everywhere is no column
-    print_table(console, headings, rows, wrapped=SKIPPED)
+    forecast = Forecast.of(plan, Path(plan.points[0].cfg["results_dir"]))
+    asked = [settings(point.cfg) for point in plan.points]
+    names = varying(asked)
+    headings = ["#", "point", "engine", *names, *([SECONDS] if forecast.known else []), SKIPPED]
+    rows = []
+    for point, one in zip(plan.points, asked, strict=True):
+        row = [str(point.index), point.point_id, point.engine_key[:6]]
+        row += [as_written(one.get(name)) for name in names]
+        row += [forecast.cell(point)] if forecast.known else []
+        rows.append([*row, point.skip or ""])
+    print_table(console, headings, rows, wrapped=SKIPPED, right=[SECONDS])
     skipped = sum(point.skip is not None for point in plan.points)
     print_line(
         console, f"{len(plan.points)} points, {skipped} skipped, {plan.engine_starts} engine starts"
     )
+    for line in forecast.lines():
+        print_line(console, line)
     return 0
 
 
@@ -75,16 +83,14 @@ def _values(plan: Plan, axis: str) -> list[str]:
 
 
 def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = None) -> int:
-    """Runs, or continues, the sweep; prints its tables and, as the last line, one line of JSON."""
+    """Runs, or continues, the sweep; prints its tables and, as the last line, one line of JSON.
+
+    Raises:
+        SettingsError: before anything has started.
+    """
     plan = make_plan(configs)
-    if plan is None:
-        return 1
     cfg = plan.points[0].cfg
-    try:
-        run = open_run(Path(cfg["results_dir"]), plan, cfg["resume"])
-    except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    run = open_run(Path(cfg["results_dir"]), plan, cfg["resume"])
     interrupted = complete = reported = False
     try:
         with interrupted_once():

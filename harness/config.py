@@ -47,6 +47,8 @@ class WorkloadConfig:
     kind: str = "decode"  # set by the groups of the same names
     prompt_tokens: int = 16  # of each prompt (decode, prefill)
     output_tokens: int = 32  # of each request (decode, prefill)
+    shape: str | None = None  # PROMPT/OUTPUT, as 128/512: both lengths at once, in the place of the
+    # two above, so that a sweep can link them (shape=128/128,2048/512)
     num_requests: int | None = None  # the first so many (trace, nano_vllm); null: all
     trace: str | None = None  # CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens
     arrivals: str = "all"  # all (at once), trace (the file's times), poisson(RATE), RATE in 1/s
@@ -132,7 +134,11 @@ class BenchConfig:
     timing: str = "auto"  # what times a collective: stamps (timestamp kernels) or events on a GPU,
     # the host's clock on a CPU; auto: stamps or host. Events in a graph disturb what they measure
     cache: str = "cold"  # compile caches: cold (a fresh folder per engine), warm (kept)
-    fail_fast: bool = False  # true: stop after the first point that fails
+    skip: list[Any] = field(default_factory=list)  # rules {when: {SETTING: VALUE}, reason: TEXT}:
+    # points that meet all of one are skipped rows with its reason; a value may be a list or a
+    # comparison such as ">=8" or "!=off"
+    fail_fast: bool = False  # true: stop after the first point that fails; the others stay pending
+    # for the same command to measure
     resume: str = "auto"  # auto (newest unfinished run of the same plan), never, or a run folder
     results_dir: str = "results/runs"  # run folders are made here
 
@@ -151,18 +157,22 @@ def register() -> None:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """A composed DictConfig (without Hydra's part) -> nested dict; `instrument` becomes the list of
-    what is switched on.
+    what is switched on, workload.shape the two lengths that it stands for.
 
     Raises:
-        SettingsError: a key that the schema does not have (Hydra lets `+key=value` add one).
+        SettingsError: a key that the schema does not have (Hydra lets `+key=value` add one); a
+            workload.shape that is none.
     """
     from omegaconf import OmegaConf
+
+    from harness.lengths import linked
 
     plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     assert isinstance(plain, dict)
     cfg: dict[str, Any] = {str(key): value for key, value in plain.items()}
     _refuse_unknown(cfg, asdict(BenchConfig()), "")
     cfg["instrument"] = [name for name, on in cfg["instrument"].items() if on]
+    cfg["workload"] = linked(cfg["workload"])
     return cfg
 
 

@@ -20,7 +20,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -29,6 +29,7 @@ from yaml import YAMLError
 
 from harness import config, resolvers
 from harness.config import SettingsError
+from harness.experiment_file import experiment_file, remark
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -63,6 +64,9 @@ def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
             print(error.__cause__, file=sys.stderr)
         if isinstance(error, OverrideParseException):
             print(QUOTING, file=sys.stderr)
+        file = experiment_file(options.overrides, conf, options.config_dir)
+        if file is not None:
+            print(remark(file), file=sys.stderr)
         return 1
 
 
@@ -78,7 +82,8 @@ def compose(
 
     Raises:
         HydraException, OmegaConfBaseException: an unknown key, file or type, wherever it stands.
-        SettingsError: a folder that does not exist, a Hydra plugin that would have no effect.
+        SettingsError: a folder that does not exist, a Hydra plugin that would have no effect, a
+            length that is given twice.
     """
     resolvers.register()
     words = [_quote_arrivals(word) for word in overrides]
@@ -95,12 +100,20 @@ def compose(
         if base.hydra.mode == RunMode.RUN:
             return [config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))]
         params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
-        task = list(base.hydra.overrides.task)
+        # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
+        task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + task)
         if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
             raise SettingsError("experiment: give one, since each has its own list of axes")
+        _refuse_double_lengths(parsed)
         (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         return _compose_jobs(loader, base, jobs)
+
+
+def _unresolved(words: Any) -> list[Any]:
+    plain = OmegaConf.to_container(words, resolve=False)
+    assert isinstance(plain, list)
+    return plain
 
 
 def _compose_jobs(
@@ -138,6 +151,15 @@ def _own(composed: DictConfig) -> DictConfig:
         del composed["hydra"]
     composed.experiment = composed.experiment or name
     return composed
+
+
+def _refuse_double_lengths(parsed: Sequence[Override]) -> None:
+    keys = [override.key_or_group for override in parsed]
+    double = [k for k in ("workload.prompt_tokens", "workload.output_tokens") if k in keys]
+    if "workload.shape" in keys and double:
+        raise SettingsError(
+            f"workload.shape and {double[0]}: shape sets both lengths; give one of the two"
+        )
 
 
 def _refuse_plugins(base: DictConfig) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import AXES, ENGINE_AXES, FIXED_BATCH, SettingsError
 from harness.fingerprint import digest, file_digest
 from harness.machine import Machine, skip_reason
+from harness.skip_rules import skip_rule
 from harness.validation import validate
 
 if TYPE_CHECKING:
@@ -125,32 +126,36 @@ def build(
         load_model: a resolved `model` section -> its shape and identity.
 
     Raises:
-        SettingsError, ConfigError: a setting that no machine could run. Nothing has started then.
+        SettingsError, ConfigError: a setting that no machine could run, unless a skip rule leaves
+            it out; a skip rule that is none. Nothing has started then.
         TraceError: a trace that cannot be read.
     """
     for cfg in configs:
         validate(cfg)
     resolved = [resolve(cfg, machine) for cfg in configs]
+    left_out = [skip_rule(cfg) for cfg in resolved]
     models: dict[str, Model] = {}
-    for cfg in resolved:
+    for cfg, rule in zip(resolved, left_out, strict=True):
         key = digest(cfg["model"])
         if key not in models:
             models[key] = load_model(cfg["model"])
-        check_limits(cfg, models[key].shape)
+        if rule is None:
+            check_limits(cfg, models[key].shape)
     _check_traces(resolved)
-    _fill_max_num_seqs(resolved)
+    _fill_max_num_seqs(resolved, left_out)
 
     points: dict[str, Point] = {}
-    for cfg in resolved:
+    for cfg, rule in zip(resolved, left_out, strict=True):
         model = models[digest(cfg["model"])]
         identity, shape = model.identity, model.shape
+        skip = rule or skip_reason(cfg, machine, shape)
         engine_key = digest([_part(cfg, ENGINE_FIELDS), identity])
         point_id = digest(
             [engine_key, _part(cfg, MEASURE_FIELDS), _trace_identity(cfg), surroundings]
         )
         points.setdefault(
             point_id,
-            Point(point_id, -1, engine_key, axes_of(cfg), cfg, skip_reason(cfg, machine, shape)),
+            Point(point_id, -1, engine_key, axes_of(cfg), cfg, skip),
         )
     ordered = tuple(
         replace(point, index=index) for index, point in enumerate(_by_engine(points.values()))
@@ -214,21 +219,25 @@ def _part(cfg: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return {name: cfg[name] for name in fields}
 
 
-def _fill_max_num_seqs(configs: Sequence[dict[str, Any]]) -> None:
-    """null becomes the largest batch among the points that could share an engine.
+def _fill_max_num_seqs(configs: Sequence[dict[str, Any]], left_out: Sequence[str | None]) -> None:
+    """null becomes the largest batch among the points that could share an engine, those that a rule
+    leaves out not counted.
 
     Where `batch` is how many requests run at once (a trace), it is the engine's own limit, and a
     larger one would change what is measured: such a point keeps its own batch.
     """
     largest: dict[str, int] = {}
-    open_ones = [cfg for cfg in configs if cfg["engine"]["max_num_seqs"] is None]
-    keys = [digest(_part(cfg, ENGINE_FIELDS)) for cfg in open_ones]
-    for cfg, key in zip(open_ones, keys, strict=True):
-        if cfg["workload"]["kind"] in FIXED_BATCH:
+    open_ones = [
+        (cfg, digest(_part(cfg, ENGINE_FIELDS)), rule)
+        for cfg, rule in zip(configs, left_out, strict=True)
+        if cfg["engine"]["max_num_seqs"] is None
+    ]
+    for cfg, key, rule in open_ones:
+        if cfg["workload"]["kind"] in FIXED_BATCH and rule is None:
             largest[key] = max(largest.get(key, 0), cfg["batch"])
-    for cfg, key in zip(open_ones, keys, strict=True):
+    for cfg, key, _ in open_ones:
         fixed = cfg["workload"]["kind"] in FIXED_BATCH
-        cfg["engine"]["max_num_seqs"] = largest[key] if fixed else cfg["batch"]
+        cfg["engine"]["max_num_seqs"] = largest.get(key, cfg["batch"]) if fixed else cfg["batch"]
 
 
 def _trace_identity(cfg: dict[str, Any]) -> str | None:
@@ -237,8 +246,9 @@ def _trace_identity(cfg: dict[str, Any]) -> str | None:
 
 
 def _by_engine(points: Any) -> list[Point]:
-    """Points grouped by engine; groups, and points within one, in the order of first appearance."""
+    """Points grouped by engine; groups, and points within one, in the order of first appearance.
+    Skipped ones come last in their group, whose engine then measures without a break."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(point.engine_key, []).append(point)
-    return [point for group in groups.values() for point in group]
+    return [p for group in groups.values() for p in sorted(group, key=lambda p: p.skip is not None)]

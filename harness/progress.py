@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from harness.config import AXES
+from harness.naming import named, settings, varying
 from harness.plan import Plan, Point
 
 
@@ -58,7 +58,7 @@ class Reporter:
     """Follows a run. A context manager, since the bar must be taken down whatever happens.
 
     Args:
-        plan: names the axes that vary, which name a point.
+        plan: names the settings that vary, which name a point.
         total: rows still to be written; points, starts: of these, what is to be measured, and the
             engines for it.
         console: stderr by default; stdout is for results.
@@ -80,9 +80,8 @@ class Reporter:
         self.done = 0
         self._clock = clock
         self._since = clock()
-        self._varying = [
-            axis for axis in AXES if len({str(point.axes[axis]) for point in plan.points}) > 1
-        ]
+        asked = [settings(point.cfg) for point in plan.points]
+        self._varying = varying(asked)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -111,10 +110,8 @@ class Reporter:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def name(self, point: Point) -> str:
-        """The varying axes of a point, as a command line would write them."""
-        values = (str(point.axes[axis]) for axis in self._varying)
-        named = zip(self._varying, values, strict=True)
-        return " ".join(f"{a}={v.lower() if v in ('True', 'False') else v}" for a, v in named)
+        """The varying settings of a point, as a command line would write them."""
+        return named(settings(point.cfg), self._varying)
 
     def engine_starts(self, point: Point) -> None:
         self._since = self._clock()

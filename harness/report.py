@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import engine_costs
+from harness import engine_costs, naming
 from harness.config import ENGINE_AXES, as_written
 from harness.flags import FLAG
 from harness.gpu_state import SHARED, THROTTLED
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 AXES = ("tp", "batch", *ENGINE_AXES[1:], "model", "model.path", "model.load_format", "workload",
         "workload.prompt_tokens", "workload.output_tokens", "workload.arrivals", "timing",
         "cache")  # fmt: skip
-OF_THE_RUN = ("experiment", "results_dir", "resume", "fail_fast")
-"""Settings of a run, not of what is measured."""
 ALWAYS = ("tp", "batch", "enforce_eager", "compile")
 RANKED = ("ok", "contaminated")
 REMARKED = (BUSY, FLAG, THROTTLED, SHARED)
@@ -97,16 +95,8 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
 
 
 def settings(requested: str) -> dict[str, Any]:
-    """Every setting of a stored configuration that says what is measured, by its dotted name;
-    model, workload and measure are called by their names, as in the table of points."""
-    flat: dict[str, Any] = {}
-    for name, value in json.loads(requested).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
-        elif name not in OF_THE_RUN:
-            flat[name] = ",".join(value) if isinstance(value, list) else value
-    short = {"model.name": "model", "workload.kind": "workload", "measure.name": "measure"}
-    return {short.get(name, name): value for name, value in flat.items()}
+    """Every setting of a stored configuration that says what is measured, by its dotted name."""
+    return naming.settings(json.loads(requested))
 
 
 def _further(asked: list[dict[str, Any]]) -> list[str]:

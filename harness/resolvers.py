@@ -1,7 +1,8 @@
-"""Values of an experiment that depend on the machine: `${on_gpu:A,B}`, `${tp_sizes:}`."""
+"""Values of an experiment that follow from others or from the machine: `${on_gpu:A,B}`, ..."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -12,6 +13,7 @@ def register(gpus: int | None = None) -> None:
 
     `${on_gpu:A,B}` is A where a GPU is visible, else B. `${tp_sizes:}` is the list of TP sizes to
     sweep: the powers of two up to the number of GPUs (at most 8), and 1,2 without one.
+    `${times:4,${batch}}` is the product, of each point's own values.
 
     Args:
         gpus: visible GPUs; None: counted when a resolver is first used.
@@ -30,5 +32,9 @@ def register(gpus: int | None = None) -> None:
     def tp_sizes() -> str:
         return ",".join(str(n) for n in (1, 2, 4, 8) if n <= (count() or 2))
 
+    def times(*factors: float) -> float:
+        return math.prod(factors)
+
     OmegaConf.register_new_resolver("on_gpu", on_gpu, replace=True)
     OmegaConf.register_new_resolver("tp_sizes", tp_sizes, replace=True)
+    OmegaConf.register_new_resolver("times", times, replace=True)

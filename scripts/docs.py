@@ -137,6 +137,7 @@ def setting_rows(cls: Any, comments: Comments, config: Any, prefix: str = "") ->
 
 def type_name(hint: Any) -> str:
     names = {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
+    names[typing.Any] = "list"
     parts = [names[t] for t in typing.get_args(hint) or (hint,) if t is not type(None)]
     return " or ".join([*parts, *(["`null`"] if type(None) in typing.get_args(hint) else [])])
 

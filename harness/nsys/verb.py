@@ -16,6 +16,7 @@ from harness.commands import interrupted_once, make_plan
 from harness.config import AXES, SettingsError, as_written
 from harness.console import stdout
 from harness.marker import read_marker
+from harness.naming import settings, varying
 from harness.nsys.command import Nsys, NsysError, deafness, find, report_of
 from harness.nsys.read_back import read_back
 from harness.plan import Plan, Point
@@ -38,8 +39,6 @@ def profile_point(
         program: what that process runs.
     """
     plan = make_plan(configs)
-    if plan is None:
-        return 1
     try:
         point = the_point(plan)
         nsys = _nsys([*program, "run", *words])
@@ -58,10 +57,10 @@ def the_point(plan: Plan) -> Point:
     """
     if len(plan.points) == 1:
         return plan.points[0]
-    values = _several([point.axes for point in plan.points], AXES)
-    if not values:
-        flat = [_flat(point.cfg) for point in plan.points]
-        values = _several(flat, list(flat[0]))
+    asked = [settings(point.cfg) for point in plan.points]
+    names = varying(asked)
+    axes = [name for name in names if name in AXES]
+    values = _several(asked, axes or names)
     raise SettingsError(
         f"profile takes one point, and this gives {len(plan.points)}; they differ in "
         + "; ".join(f"{name}={','.join(found)}" for name, found in values.items())
@@ -71,18 +70,7 @@ def the_point(plan: Plan) -> Point:
 
 
 def _several(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[str]]:
-    """The values of what is not the same in all rows."""
-    found = {name: list(dict.fromkeys(as_written(row[name]) for row in rows)) for name in names}
-    return {name: values for name, values in found.items() if len(values) > 1}
-
-
-def _flat(cfg: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in cfg.items():
-        inside = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
-    return flat
+    return {name: list(dict.fromkeys(as_written(row[name]) for row in rows)) for name in names}
 
 
 def check(point: Point) -> None:

@@ -212,8 +212,8 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
             "startup_timeout_s": 60.0, "backlog_us": 20_000.0, "backlog_layers": None,
             "skew_rank": 1, "skew_us": [0.0, 50.0],
         },
-        "instrument": ["collectives"], "timing": "host", "cache": "cold", "fail_fast": False,
-        "resume": "auto", "results_dir": "results/runs",
+        "instrument": ["collectives"], "timing": "host", "cache": "cold", "skip": [],
+        "fail_fast": False, "resume": "auto", "results_dir": "results/runs",
     }  # fmt: skip
     for name, value in changes.items():
         section, _, key = name.rpartition("__")

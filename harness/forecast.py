@@ -1,0 +1,212 @@
+"""How long a plan may take: from the nearest points and engine starts of earlier runs here
+
+A time of an earlier run counts where everything of LIKE is equal: model, mode, TP size, workload,
+batch, and how it is measured. Of several the one that differs in fewest other settings is taken,
+then the newest. What has none stays unknown: no figure is scaled or guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from harness.marker import FAILED
+from harness.naming import settings
+from harness.plan import ENGINE_FIELDS, Plan, Point
+from harness.progress import duration
+
+_ENGINE = ("tp", "enforce_eager", "compile", "device", "model", "model.path")
+_SECTIONS = ("workload", "measure", "instrument", "timing")
+NEVER_IN_TIME = ("workload.seed", "engine.seed")
+
+
+@dataclass(frozen=True)
+class Known:
+    """Seconds of one earlier point or engine start, in which run, and whether every setting that
+    matters to it was equal."""
+
+    seconds: float
+    run: str
+    equal: bool
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An earlier time: `like` must be equal, of `rest` as much as possible."""
+
+    like: dict[str, Any]
+    rest: dict[str, Any]
+    seconds: float
+    run: str
+
+
+class Forecast:
+    """Estimates of a plan's points and engine starts.
+
+    Attributes:
+        points: point_id -> seconds of all its fresh engines, of the points that are not skipped.
+        starts: engine_key -> seconds of one start; what is in neither is unknown.
+    """
+
+    def __init__(
+        self, plan: Plan, points: Mapping[str, Known], starts: Mapping[str, Known], runs: int
+    ) -> None:
+        self.plan, self.points, self.starts, self.runs = plan, points, starts, runs
+        self.known = bool(points)
+
+    @classmethod
+    def of(cls, plan: Plan, results_dir: Path) -> Forecast:
+        """From the runs in `results_dir` on a machine of the plan's hardware fingerprint."""
+        running = [point for point in plan.points if point.skip is None]
+        seen_points: list[_Seen] = []
+        seen_starts: list[_Seen] = []
+        runs = list(_runs(results_dir, plan.surroundings.get("hardware"))) if running else []
+        for folder, stored in runs:  # newest first
+            asked = {p["point_id"]: settings(p["cfg"]) for p in stored["points"]}
+            starts = _starts(folder)
+            for point_id, seconds in _points(folder).items():
+                if point_id in asked:
+                    like, rest = _point_parts(asked[point_id])
+                    seen_points.append(_Seen(like, rest, seconds, folder.name))
+            for point_id, seconds in starts.items():
+                if point_id in asked:
+                    like, rest = _engine_parts(asked[point_id])
+                    seen_starts.append(_Seen(like, rest, seconds, folder.name))
+        points, engines = {}, {}
+        for point in running:
+            asked_now = settings(point.cfg)
+            if found := _nearest(seen_points, *_point_parts(asked_now)):
+                times = int(point.cfg["measure"]["n_process"])
+                points[point.point_id] = Known(found.seconds * times, found.run, found.equal)
+            if found := _nearest(seen_starts, *_engine_parts(asked_now)):
+                engines[point.engine_key] = found
+        return cls(plan, points, engines, len(runs))
+
+    def cell(self, point: Point) -> str:
+        """The point's seconds in the listing; ~: of one that differs in some setting."""
+        found = self.points.get(point.point_id)
+        if found is None:
+            return "" if point.skip is not None else "unknown"
+        return f"{'' if found.equal else '~'}{found.seconds:.1f}"
+
+    def lines(self) -> list[str]:
+        """The sum, what it rests on and what it lacks."""
+        running = [point for point in self.plan.points if point.skip is None]
+        if not running:
+            return []
+        if not self.points and not self.starts:
+            what = "hold none of these points" if self.runs else "there are none"
+            return [f"time unknown: it is taken from earlier runs of this machine, and {what}"]
+        engines = _engine_starts(running)
+        known_starts = sum(count for key, count in engines.items() if key in self.starts)
+        seconds = sum(found.seconds for found in self.points.values())
+        seconds += sum(self.starts[k].seconds * n for k, n in engines.items() if k in self.starts)
+        missing = [
+            f"{count} of {all_} {what}"
+            for count, all_, what in (
+                (len(running) - len(self.points), len(running), "points"),
+                (sum(engines.values()) - known_starts, sum(engines.values()), "engine starts"),
+            )
+            if count
+        ]
+        near = sum(not found.equal for found in self.points.values())
+        used = {known.run for known in (*self.points.values(), *self.starts.values())}
+        newest = max(used, key=_time)
+        others = f" and {len(used) - 1} more" if len(used) > 1 else ""
+        said = f"{'more than' if missing else 'about'} {duration(seconds)}, by {newest}{others}"
+        lines = [f"{said}; unknown: {', '.join(missing)}" if missing else said]
+        if near:
+            lines.append(f"~ {near} of the points by one that differs in other settings")
+        return lines
+
+
+def _engine_starts(running: list[Point]) -> dict[str, int]:
+    """engine_key -> fresh engines."""
+    found: dict[str, int] = {}
+    for point in running:
+        asked = int(point.cfg["measure"]["n_process"])
+        found[point.engine_key] = max(asked, found.get(point.engine_key, 0))
+    return found
+
+
+def _point_parts(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    like = {
+        name: value
+        for name, value in asked.items()
+        if name in (*_ENGINE, "batch") or name.partition(".")[0] in _SECTIONS
+    }
+    return _split(asked, like)
+
+
+def _engine_parts(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    of_engine = {k: v for k, v in asked.items() if k.partition(".")[0] in ENGINE_FIELDS}
+    return _split(of_engine, {k: v for k, v in of_engine.items() if k in (*_ENGINE, "cache")})
+
+
+def _split(asked: Mapping[str, Any], like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    alike = {name: value for name, value in like.items() if name not in NEVER_IN_TIME}
+    names = set(asked) - set(like) - set(NEVER_IN_TIME)
+    alike.pop("measure", None)  # the preset's name; its values count
+    alike.pop("measure.n_process", None)
+    return alike, {name: asked[name] for name in names}
+
+
+def _nearest(seen: list[_Seen], like: dict[str, Any], rest: dict[str, Any]) -> Known | None:
+    """The first, which is the newest, of those that differ in fewest settings."""
+    fit = [one for one in seen if one.like == like]
+    if not fit:
+        return None
+    best = min(fit, key=lambda one: _differing(one.rest, rest))
+    return Known(best.seconds, best.run, _differing(best.rest, rest) == 0)
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    return sum(one.get(name) != other.get(name) for name in {*one, *other})
+
+
+def _time(run: str) -> str:
+    """The part of a run's name that is a time."""
+    return "-".join(run.rsplit("-", 3)[1:])
+
+
+def _runs(results_dir: Path, hardware: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(folder, plan.json) of this machine's runs, newest first; what is no run is passed over."""
+    found = []
+    for file in results_dir.glob("*/plan.json"):
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            if stored["surroundings"]["hardware"] == hardware and stored["points"]:
+                found.append((str(stored["created_at"]), file.parent, stored))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    for _, folder, stored in sorted(found, key=lambda one: one[:2], reverse=True):
+        yield folder, stored
+
+
+def _points(folder: Path) -> dict[str, float]:
+    """point_id -> mean seconds of a fresh engine's measuring, of points that were measured."""
+    seconds: dict[str, list[float]] = {}
+    for file in folder.glob("points/[!.]*/point.json"):
+        try:
+            marker = json.loads(file.read_text(encoding="utf-8"))
+            if marker["status"] not in (*FAILED, "skipped") and marker["wall_s"] > 0:
+                seconds.setdefault(marker["point_id"], []).append(float(marker["wall_s"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {point_id: fmean(values) for point_id, values in seconds.items()}
+
+
+def _starts(folder: Path) -> dict[str, float]:
+    """point_id -> mean seconds that its engine took to start, of points that began an engine."""
+    from harness.store import StoreError, load
+
+    try:
+        rows = load(folder).table("phases", ["point_id", "phase", "seconds", "shared"])
+    except StoreError:
+        return {}
+    rows = rows[(rows["phase"] == "total") & ~rows["shared"] & rows["seconds"].notna()]
+    return {str(k): float(v) for k, v in rows.groupby("point_id")["seconds"].mean().items()}

@@ -1,0 +1,35 @@
+"""A configuration's settings by their dotted names, and which of them tell points apart"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from harness.config import AXES, as_written
+
+OF_THE_RUN = ("experiment", "results_dir", "resume", "fail_fast", "skip")
+"""Settings of a run, not of what is measured."""
+SHORT = {"model.name": "model", "workload.kind": "workload", "measure.name": "measure"}
+"""Names of groups stand for them, as in the table of points."""
+
+
+def settings(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a configuration (a plain dict) that says what is measured, by its name."""
+    flat: dict[str, Any] = {}
+    for name, value in cfg.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name not in OF_THE_RUN:
+            flat[name] = ",".join(value) if isinstance(value, list) else value
+    return {SHORT.get(name, name): value for name, value in flat.items()}
+
+
+def varying(asked: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the settings whose value is not equal in all: AXES first, then the others."""
+    names = dict.fromkeys([*AXES, *(name for one in asked for name in one)])
+    return [name for name in names if len({repr(one.get(name)) for one in asked}) > 1]
+
+
+def named(asked: Mapping[str, Any], names: Iterable[str]) -> str:
+    """A point as a command line would name it."""
+    return " ".join(f"{name}={as_written(asked.get(name))}" for name in names)
