@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.help import help_text
+from harness.usage import USAGE
 
 VERBS = ("run", "list", "profile", "collect", "compare", "calibrate", "predict", "doctor")
 MODULES = {
@@ -20,7 +21,7 @@ MODULES = {
     "predict": "harness.prediction.command",
 }
 """Verbs that read the rest of their command line themselves, by `main`."""
-FORMS = ("--markdown", "--csv", "--repeats")
+FORMS = ("--markdown", "--csv", "--json", "--repeats")
 """What `collect` prints instead of its table."""
 
 
@@ -28,19 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (without the program's name) and returns its exit status.
 
     0: every point ended ok, skipped or contaminated; 1: one did not, or a setting is wrong;
-    2: the command line is not understood; 130: interrupted. `compare` has its own: 1 where
-    something is slower, 2 where it refuses.
+    2: the command line is empty or not understood; 130: interrupted. `compare` has its own: 1
+    where something is slower, 2 where it refuses.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = "run"
-    if arguments and re.fullmatch(r"[A-Za-z_-]+", arguments[0]) and arguments[0][0] != "-":
-        verb = arguments.pop(0)
+    if not arguments:
+        print(help_text(conf_folder()))
+        return 2
+    verb, named = _verb(arguments)
     if verb not in VERBS:
         print(f"{verb}: no such command; choose one of {', '.join(VERBS)}, or see "
               "python -m harness --help", file=sys.stderr)  # fmt: skip
         return 2
     if any(argument in ("--help", "-h") for argument in arguments):
-        print(help_text(conf_folder(), arguments))
+        print(USAGE[verb] if named else help_text(conf_folder(), arguments))
         return 0
     if verb == "doctor":
         from harness.doctor import doctor
@@ -64,6 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _verb(arguments: list[str]) -> tuple[str, bool]:
+    """(verb, whether it was named); a name is taken out of `arguments`, where it stands first or
+    behind --config-dir DIR."""
+    place = {"--config-dir": 2, "-cd": 2}.get(arguments[0], int("--config-dir=" in arguments[0]))
+    word = arguments[place] if place < len(arguments) else ""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z_-]*", word):
+        return "run", False
+    return arguments.pop(place), True
+
+
 def conf_folder() -> Path:
     """The folder of configuration files: beside the package in a clone, inside it in a wheel."""
     package = Path(__file__).resolve().parent
@@ -72,8 +84,8 @@ def conf_folder() -> Path:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """Prints the tables of a run again, from its files; --markdown or --csv to publish them,
-    --repeats for the figures of every repeat as CSV."""
+    """Prints the tables of a run again, from its files; --markdown, --csv or --json to publish
+    them, --repeats for the figures of every repeat as CSV."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     folders = [argument for argument in arguments if not argument.startswith("-")]
     if len(folders) != 1 or len(flags) > 1 or set(flags) - set(FORMS):
@@ -84,14 +96,14 @@ def collect(arguments: Sequence[str]) -> int:
     if not (run / "plan.json").is_file():
         print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
         return 2
-    from harness import repeats, report
+    from harness import export, repeats, report
     from harness.console import stdout
     from harness.store import StoreError
 
     try:
         if flags:
-            make = {"--markdown": report.markdown, "--csv": report.csv, "--repeats": repeats.csv}
-            print(make[flags[0]](run).rstrip("\n"))
+            make = {"--markdown": export.markdown, "--csv": export.csv, "--json": export.to_json}
+            print((make | {"--repeats": repeats.csv})[flags[0]](run).rstrip("\n"))
         else:
             report.print_summary(run, stdout())
     except StoreError as error:

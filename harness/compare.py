@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from harness.cells import DEFAULT, Comparison, Refused, compare
 from harness.config import as_written
 from harness.console import markdown_table, print_line, print_table, stdout
-from harness.help import COMPARE
+from harness.plain import jsonable
 from harness.repeats import read
-from harness.store import StoreError, jsonable
+from harness.store import StoreError
+from harness.usage import COMPARE
 from harness.verdict import Verdict
 
 if TYPE_CHECKING:

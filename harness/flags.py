@@ -11,6 +11,7 @@ from harness.window import DECODE, Window
 
 LEAST_REPLAYED = 0.9
 LEAST_MBU = 0.05
+MOST_EFFICIENCY = 1.15
 FLAG = "flag: "
 """Notes that begin so stand in the printed table."""
 
@@ -37,3 +38,15 @@ def of_point(
                     f"{FLAG}collectives of the timed pass last {row['value']:.0%} of a clean step"
                 )
     return found
+
+
+def of_scaling(tp: int, efficiency: float | None) -> str | None:
+    """A note where ranks together do more than as many engines of one rank. A small gain can be
+    real, where a shard fits into a cache and the whole did not; above it, the point of tp=1 was
+    disturbed, or is another one."""
+    if efficiency is None or efficiency <= MOST_EFFICIENCY:
+        return None
+    return (
+        f"{FLAG}tp={tp} does {efficiency:.2f} times what {tp} engines of tp=1 do; was the point of "
+        "tp=1 disturbed?"
+    )

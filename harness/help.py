@@ -14,7 +14,7 @@ Measures tensor-parallel inference, collective by collective.
   python -m harness list +experiment=NAME [SETTING=VALUE ...]   print its points in their order
   python -m harness profile +experiment=NAME [SETTING=VALUE]    run one point under nsys
   python -m harness profile --read EXPORT.sqlite                what an export of nsys says
-  python -m harness collect RUN [--markdown|--csv|--repeats]    print the tables of a run again
+  python -m harness collect RUN [--csv|--json|...]              print the tables of a run again
   python -m harness compare A B                                 is run B slower than run A?
   python -m harness calibrate [--world 1,2]                     measure this machine, once
   python -m harness predict RUN... [--tp 4,8] [--model NAME]    step times that nobody measured
@@ -33,13 +33,8 @@ python -m harness --cfg job prints every other setting with its default; presets
 below {conf}. --config-dir DIR adds your own;
 --hydra-help lists Hydra's own flags.
 
-compare judges run B against run A, cell by cell. Each is a run folder, or a published one, which
-holds points/ or repeats.csv. Exit status 1: something is SLOWER (or AMBIGUOUS, if asked for);
-2: the two cannot be compared.
-  {compare}
+python -m harness VERB --help has each verb's own flags and exit status.
 """
-COMPARE = """python -m harness compare A B [--metrics M,M] [--floor 0.03] [--across-machines]
-        [--fail-on slower|ambiguous] [--markdown | --csv | --json]"""
 _NUMBERS = {
     "tp": "ranks",
     "batch": "requests at once",
@@ -69,7 +64,6 @@ def help_text(conf: Path, arguments: Sequence[str] = ()) -> str:
         axes=_table(axes),
         groups=_table(groups),
         conf=conf,
-        compare=COMPARE,
     ).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""The summary of a run: a row a point, as a DataFrame, a printed table, markdown or CSV."""
+"""The summary of a run: a row a point, as a DataFrame, a printed table or markdown."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from harness import engine_costs, naming
 from harness.config import ENGINE_AXES, as_written
-from harness.flags import FLAG
+from harness.flags import FLAG, of_scaling
 from harness.gpu_state import SHARED, THROTTLED
 from harness.marker import worst_status
-from harness.store import load
+from harness.store import Results, StoreError, opened
 from harness.telemetry import BUSY
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ REMARKED = (BUSY, FLAG, THROTTLED, SHARED)
 """How the notes begin that the printed table shows."""
 
 # Column -> (name, stat, further conditions) of the metrics table.
-_FIGURES: dict[str, tuple[str, str, dict[str, str | None]]] = {
+FIGURE_OF: dict[str, tuple[str, str, dict[str, str | None]]] = {
     "output_tok_s": ("output_tok_s", "mean", {}),
     "decode_tok_s": ("decode_tok_s", "mean", {}),
     "prefill_tok_s": ("prefill_tok_s", "mean", {}),
@@ -43,17 +43,17 @@ _FIGURES: dict[str, tuple[str, str, dict[str, str | None]]] = {
     "mbu": ("mbu", "value", {}),
     "instrument_share": ("instrument_share", "value", {}),
 }
-_BY_PHASE = ("step_p50_us", "transfer_us_per_step", "wait_us_per_step", "comm_share",
+BY_PHASE = ("step_p50_us", "transfer_us_per_step", "wait_us_per_step", "comm_share",
              "instrument_share")  # fmt: skip
 NOTED_SHARE = 0.1
 """Of a clean step: where reading the collectives of a GPU adds more, the printed table says so."""
 
 
-def summary(run_dir: str | Path) -> pd.DataFrame:
+def summary(run: str | Path | Results) -> pd.DataFrame:
     """One row a point, in the order of the run.
 
     Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
-    figures of _FIGURES, spread (standard deviation / median of output_tok_s over all repeats),
+    figures of FIGURE_OF, spread (standard deviation / median of output_tok_s over all repeats),
     scaling_efficiency, phase (that the step's figures are of: decode, or prefill where the workload
     has no pure decode step), scaling_reason (why there is no efficiency), engine_costs.COLUMNS,
     notes, reason. A point of several fresh engines has the median of their figures. Points
@@ -61,7 +61,9 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    results = load(run_dir)
+    results = opened(run)
+    if len(results.folders()) > 1:
+        raise StoreError(f"{results.run_dir} holds several runs; name one, or load(...).summary")
     points = results.table(
         "points",
         ["point_id", "process", "repeat", "index", "status", "reason", "notes", "requested", *AXES],
@@ -88,7 +90,9 @@ def summary(run_dir: str | Path) -> pd.DataFrame:
     asked = [row["settings"] for row in rows]
     for row, (efficiency, reason) in zip(rows, scaling_efficiency(rows), strict=True):
         row |= {"scaling_efficiency": efficiency, "scaling_reason": reason}
-    figures = [*_FIGURES, "spread", "scaling_efficiency", "phase", "scaling_reason"]
+        flag = of_scaling(int(row["tp"]), efficiency)
+        row["notes"] = "; ".join(filter(None, (row["notes"], flag))) or None
+    figures = [*FIGURE_OF, "spread", "scaling_efficiency", "phase", "scaling_reason"]
     names = ["index", "point_id", "status", *AXES, *_further(asked), "n_process", "repeats"]
     last = [*engine_costs.COLUMNS, "notes", "reason"]
     return pd.DataFrame(rows, columns=[*names, *figures, *last])
@@ -107,7 +111,7 @@ def _further(asked: list[dict[str, Any]]) -> list[str]:
 
 def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
     """A row's figures; None where there is none."""
-    found: dict[str, Any] = dict.fromkeys([*_FIGURES, "spread", "scaling_efficiency", "phase"])
+    found: dict[str, Any] = dict.fromkeys([*FIGURE_OF, "spread", "scaling_efficiency", "phase"])
     if metrics is None:
         return found
     rates = metrics[(metrics["name"] == "output_tok_s") & metrics["repeat"].notna()]["value"]
@@ -116,11 +120,11 @@ def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
     whole = metrics[metrics["repeat"].isna() & metrics["value"].notna()]
     steps = whole[whole["name"].isin(["step_us", "step_host_us"])]["phase"]
     found["phase"] = next((p for p in ("decode", "mixed", "prefill") if (steps == p).any()), None)
-    for column, (name, stat, where) in _FIGURES.items():
+    for column, (name, stat, where) in FIGURE_OF.items():
         chosen = whole[(whole["name"] == name) & (whole["stat"] == stat)]
         for key, value in where.items():
             chosen = chosen[chosen[key] == value]
-        if column in _BY_PHASE:
+        if column in BY_PHASE:
             chosen = chosen[chosen["phase"] == found["phase"]]
         if len(chosen):
             found[column] = float(chosen["value"].median())
@@ -254,11 +258,11 @@ def _text(value: Any) -> str:
     return "-" if pd.isna(value) else as_written(value)
 
 
-def markdown(run_dir: str | Path) -> str:
+def markdown(run: str | Path | Results) -> str:
     """The printed table as markdown, with what all points share above it, remarks below."""
     from harness.console import markdown_table
 
-    frame = summary(run_dir)
+    frame = summary(run)
     headings, rows, same = view(frame)
     lines = [same, "", markdown_table(headings, rows)]
     lines += [f"\n{remark}." for remark in remarks(frame)]
@@ -268,16 +272,11 @@ def markdown(run_dir: str | Path) -> str:
     return "\n".join(lines)
 
 
-def csv(run_dir: str | Path) -> str:
-    """The whole summary as CSV; a missing figure is an empty field."""
-    return str(summary(run_dir).to_csv(index=False))
-
-
-def print_summary(run_dir: str | Path, console: Console) -> None:
+def print_summary(run: str | Path | Results, console: Console) -> None:
     """Prints the table; reasons wrap, figures and settings do not, however narrow the console."""
     from harness.console import print_line, print_table
 
-    frame = summary(run_dir)
+    frame = summary(run)
     headings, rows, same = view(frame)
     print_line(console, same)
     right = [p[0] for p in (*_PRINTED, *_EXTRA, _MBU)]

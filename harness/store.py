@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,11 +116,11 @@ def write_point(out_dir: Path, tables: Mapping[str, TableData | pd.DataFrame]) -
 
 
 class Results:
-    """The tables of one run. Nothing is read before it is asked for.
+    """The tables of one run, or of all runs in a folder. Nothing is read before it is asked for.
 
     `results.metrics` is the whole table; `results.table("collectives", ["latency_us"])` reads that
     column alone from every point's file. Integers and booleans are pandas' nullable types, so that
-    a missing value stays missing.
+    a missing value stays missing. `frame.attrs["units"]` has the unit of each column that has one.
     """
 
     def __init__(self, run_dir: Path, tables: Sequence[str], columns: Sequence[str] | None) -> None:
@@ -133,8 +131,16 @@ class Results:
     def files(self, table: str) -> list[Path]:
         """One file a finished point that has the table, and one of its profile by nsys; folders
         still being written start with a dot and are not seen."""
-        found = sorted(self.run_dir.glob(f"points/*/{table}.parquet"))
+        found = [
+            path for run in self.folders() for path in sorted(run.glob(f"points/*/{table}.parquet"))
+        ]
         return [path for path in found if not path.parent.name.startswith(".")]
+
+    def folders(self) -> list[Path]:
+        """The folder itself if it is a run's, else the runs in it."""
+        if (self.run_dir / "points").is_dir():
+            return [self.run_dir]
+        return sorted(folder.parent for folder in self.run_dir.glob("[!.]*/points"))
 
     def table(self, name: str, columns: Iterable[str] | None = None) -> pd.DataFrame:
         """The rows of all points; `columns` in the order given. A column that came into the
@@ -149,6 +155,10 @@ class Results:
 
         if name not in self._tables:
             raise KeyError(f"table {name!r} was not loaded: choose one of {self._tables}")
+        if not self.folders():
+            raise StoreError(
+                f"{self.run_dir} holds no run: neither it nor a folder in it has points/"
+            )
         wanted = list(columns if columns is not None else (self._columns or ()))
         wanted = [schema.column(name, c).name for c in wanted]
         wanted = wanted or [c.name for c in schema.TABLES[name]]
@@ -168,10 +178,25 @@ class Results:
                 ) from error
         # The catalogue's own fields stand first, so that every column is there and in order.
         merged = pa.concat_tables([fields.empty_table(), *parts], promote_options="permissive")
-        return merged.to_pandas(types_mapper=_pandas_type)
+        frame = merged.to_pandas(types_mapper=_pandas_type)
+        frame.attrs["units"] = {c: unit for c, unit in units(name).items() if c in frame}
+        return frame
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *schema.TABLES]
+
+    def figures(self, *names: str, stat: str | None = None, repeats: bool = False) -> pd.DataFrame:
+        """Figures, each with the axes of its point; see `frames.figures`."""
+        from harness import frames
+
+        return frames.figures(self, names, stat, repeats)
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """A row a point with its axes and figures; see `frames.summary`."""
+        from harness import frames
+
+        return frames.summary(self)
 
     @cached_property
     def points(self) -> pd.DataFrame:
@@ -214,12 +239,23 @@ class Results:
         return self.table("ranges")
 
 
+def units(table: str) -> dict[str, str]:
+    """Column -> unit, of the columns that have one; 1: a ratio.
+
+    Raises:
+        KeyError: no such table.
+    """
+    schema.column(table, "point_id")
+    return {column.name: column.unit for column in schema.TABLES[table] if column.unit}
+
+
 def load(
     run_dir: str | Path,
     tables: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> Results:
-    """Opens a run's folder; `tables` limits which may be asked for, `columns` what they hold.
+    """Opens a run's folder, one of several runs (results/runs), or a published one; `tables` limits
+    which may be asked for, `columns` what they hold.
 
     Raises:
         StoreError: no such folder.
@@ -232,6 +268,11 @@ def load(
     for name in chosen:
         schema.column(name, "point_id")
     return Results(path, chosen, columns)
+
+
+def opened(run: str | Path | Results) -> Results:
+    """Tables that are open already, or those of a run's folder."""
+    return run if isinstance(run, Results) else load(run)
 
 
 def _check_version(path: Path, metadata: Mapping[bytes, bytes] | None) -> None:
@@ -248,19 +289,3 @@ def _pandas_type(kind: pa.DataType) -> Any:
     import pyarrow as pa
 
     return {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}.get(kind)
-
-
-def jsonable(value: Any) -> Any:
-    """A copy that JSON can hold: tuples become lists, NaN and infinities None, numpy scalars plain
-    numbers, times ISO 8601 text."""
-    if isinstance(value, Mapping):
-        return {str(k): jsonable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [jsonable(v) for v in value]
-    if isinstance(value, datetime):
-        return value.astimezone(UTC).isoformat()
-    if hasattr(value, "item") and not isinstance(value, str):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -10,8 +10,9 @@ import numpy as np
 
 from harness import schema
 from harness.config import ENGINE_AXES
+from harness.plain import jsonable
 from harness.records import PHASES
-from harness.store import TableData, jsonable
+from harness.store import TableData
 
 if TYPE_CHECKING:
     from harness.attribution import Joined

@@ -48,11 +48,12 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Centre:
-    """A side's centre and its 99 % interval; n repeats of n_process engines."""
+    """A side's centre and its 99 % interval, which fewer than MIN_REPEATS repeats do not have; n
+    repeats of n_process engines."""
 
     value: float
-    lo: float
-    hi: float
+    lo: float | None
+    hi: float | None
     n: int
     n_process: int
 
@@ -100,6 +101,8 @@ class _Side:
         return float(self.logs.var(ddof=1)) / len(self.logs)
 
     def centre(self) -> Centre:
+        if self.n < MIN_REPEATS:
+            return Centre(math.exp(self.mean), None, None, self.n, self.n_process)
         half = t_quantile(CLAIM, self.df) * math.sqrt(self.variance)
         value, lo, hi = (math.exp(self.mean + by) for by in (0.0, -half, half))
         return Centre(value, lo, hi, self.n, self.n_process)
@@ -172,8 +175,6 @@ def _read(name: str, side: Repeats) -> _Side | str:
     if odd:
         return f"{name} has the value {odd[0]:g}, of which there is no ratio"
     n = sum(map(len, engines))
-    if n < MIN_REPEATS:
-        return f"{name} has {_many(n, 'repeat')}; a verdict needs {MIN_REPEATS}"
     values = engines[0] if len(engines) == 1 else [float(np.median(e)) for e in engines]
     return _Side(np.log(values), n, len(engines))
 
@@ -182,6 +183,10 @@ def _compare(a: _Side, b: _Side, better: str, given: float | None) -> Judgement:
     centres = a.centre(), b.centre()
     difference = b.mean - a.mean
     found = Judgement(Verdict.AMBIGUOUS, "", math.exp(difference), a=centres[0], b=centres[1])
+    few = [f"{name} has {_many(side.n, 'repeat')}" for name, side in (("A", a), ("B", b))
+           if side.n < MIN_REPEATS]  # fmt: skip
+    if few:
+        return replace(found, reason=f"{'; '.join(few)}; a verdict needs {MIN_REPEATS}")
     flat = [name for name, side in (("A", a), ("B", b)) if np.ptp(side.logs) == 0]
     if len(flat) == 2 and difference == 0:
         return replace(found, verdict=Verdict.SAME, reason="every value of both sides is the same")
@@ -206,6 +211,7 @@ def _compare(a: _Side, b: _Side, better: str, given: float | None) -> Judgement:
 def _decide(found: Judgement, floor: float, own: bool, better: str) -> tuple[Verdict, str]:
     a, b = found.a, found.b
     assert a and b and found.ratio and found.ratio_lo and found.ratio_hi
+    assert a.lo and a.hi and b.lo and b.hi
     effect = max(found.ratio, 1 / found.ratio) - 1
     gap = a.hi < b.lo or b.hi < a.lo
     band = f"the floor of {floor:.1%}"

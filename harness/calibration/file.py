@@ -77,7 +77,7 @@ class Calibration:
         """Adds a part, in the place of an earlier one, and writes the file whole. A part that is
         not ok never takes the place of one that is."""
         from harness.hardware import capture
-        from harness.store import jsonable
+        from harness.plain import jsonable
 
         assert (status == OK) == (reason is None), (name, status, reason)
         found = self._read() or {"version": VERSION, "machine": {}, "parts": {}}

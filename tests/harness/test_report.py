@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from harness import report
+from harness import export, report
 from harness.figure_rows import FigureRows
 from harness.point import status_only_tables
 from harness.stats import relative_noise, summary, t95
@@ -203,7 +203,7 @@ def test_markdown_and_csv_are_views_of_the_same_rows(run: Path) -> None:
     assert table[0].startswith("| status | tp | batch | eager | compile | output tok/s | +- % |")
     assert table[4].startswith("| ok | 2 | 1 | true | off | 155 | 4.6 | 20.00 | 500 |")
     assert table[5].startswith("| skipped | 2 | 4 | false | off | - | - |")
-    again = pd.read_csv(io.StringIO(report.csv(run)))
+    again = pd.read_csv(io.StringIO(export.csv(run)))
     assert again["output_tok_s"].tolist()[:3] == [100.0, 300.0, 155.0]
     assert again["output_tok_s"].isna().tolist()[3:5] == [True, True]
 

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.store import StoreError, jsonable, load, to_arrow, write_point
+from harness.plain import jsonable
+from harness.store import StoreError, load, to_arrow, write_point
 
 
 def points(point_id: str, **columns: Any) -> dict[str, Any]:

@@ -112,7 +112,12 @@ def test_four_repeats_decide_nothing(few: Engines) -> None:
     found = judged(STEADY, few, floor=0.001)
     assert found.verdict == Verdict.AMBIGUOUS
     assert found.reason == "B has 4 repeats; a verdict needs 5"
-    assert judged([[1.0]], few).reason.startswith("A has 1 repeat; a verdict needs 5; B has 4")
+    both = judged([[2.0]], few)
+    assert both.reason == "A has 1 repeat; B has 4 repeats; a verdict needs 5"
+    centre = float(np.exp(np.mean([np.log(np.median(e)) for e in few] if few[1:] else np.log(few))))
+    assert both.a and both.b and both.ratio == pytest.approx(centre / 2)
+    assert (both.a.value, both.b.value) == (2.0, pytest.approx(centre))
+    assert (both.b.lo, both.b.hi, both.ratio_lo, both.floor) == (None, None, None, None)
 
 
 def test_one_engine_alone_does_not_say_how_far_engines_differ() -> None:
