@@ -120,6 +120,7 @@ def kept(path: Path, make: Callable[..., Answers], *args: Any) -> Answers:
             answers = pool.submit(make, *args).result()
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps([asdict(answer) for answer in answers]), encoding="utf-8")
+        text = json.dumps([asdict(answer) for answer in answers], allow_nan=False)
+        partial.write_text(text, encoding="utf-8")
         partial.rename(path)
     return [Answer(**answer) for answer in json.loads(path.read_text(encoding="utf-8"))]

@@ -170,7 +170,7 @@ def result_line(run: RunFolder) -> str:
     line: dict[str, Any] = {"run": str(run.path), "points": len(run.plan.points)}
     line |= {status: counts.get(status, 0) for status in (*KEPT, *FAILED)}
     line["pending"] = len(run.plan.points) - sum(counts.values())
-    return json.dumps(line, separators=(",", ":"))
+    return json.dumps(line, separators=(",", ":"), allow_nan=False)
 
 
 def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Outcome) -> None:

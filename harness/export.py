@@ -66,8 +66,10 @@ def origin(whole: pd.DataFrame) -> str:
     def of(name: str) -> str:
         return ", ".join(map(str, whole[name].dropna().unique()))
 
-    machine = of("gpu") or of("cpu")
-    said = [of("run_id"), f"{machine} ({of('hardware_fingerprint')}) of {of('host')}"]
+    said = [of("run_id")]
+    if of("hardware_fingerprint"):
+        machine = of("gpu") or of("cpu")
+        said.append(f"{machine} ({of('hardware_fingerprint')}) of {of('host')}")
     if of("git_sha"):
         changed = " with changed files" if whole["git_dirty"].eq(True).any() else ""
         said.append(f"commit {of('git_sha')}{changed}")
@@ -149,5 +151,5 @@ class _Reasons:
             if found is not None:
                 found = found[found[name] == value] if value is not None else found
         if found is None or found.empty:
-            return f"not measured: {table} has no such row of this point"
+            return f"not measured, and {table} gives no reason"
         return str(found["reason"].iloc[0])

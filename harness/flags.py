@@ -47,6 +47,6 @@ def of_scaling(tp: int, efficiency: float | None) -> str | None:
     if efficiency is None or efficiency <= MOST_EFFICIENCY:
         return None
     return (
-        f"{FLAG}tp={tp} does {efficiency:.2f} times what {tp} engines of tp=1 do; was the point of "
+        f"{FLAG}tp={tp} does {efficiency:.2f} times what {tp} engines of tp=1 do: was the point of "
         "tp=1 disturbed?"
     )

@@ -1,4 +1,4 @@
-"""Tidy DataFrames of stored results, with units, of one run, of many, or of a published folder"""
+"""Tidy DataFrames of stored results, with units: of one run, of many, of published files"""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def _capture() -> str:
         "git": git(),
     }
     found["fingerprint"] = fingerprint(found)
-    return json.dumps(found)
+    return json.dumps(found, allow_nan=False)
 
 
 def capture() -> dict[str, Any]:

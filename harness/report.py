@@ -138,19 +138,21 @@ def scaling_efficiency(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float | 
     """(output_tok_s(tp) / (tp x output_tok_s(1)), None), with the point of tp=1 whose settings are
     all equal but for tp and comm (one rank has no collectives); or (None, reason). `rows` have
     status, output_tok_s, tp and settings."""
-    keys = [
-        json.dumps({k: v for k, v in row["settings"].items() if k not in ("tp", "comm")})
-        for row in rows
+    settings_of = [
+        {k: v for k, v in row["settings"].items() if k not in ("tp", "comm")} for row in rows
     ]
+    keys = [json.dumps(one, sort_keys=True) for one in settings_of]
     single = {
         key: float(row["output_tok_s"])
         for key, row in zip(keys, rows, strict=True)
-        if row["status"] == "ok" and row["tp"] == 1
+        if row["status"] == "ok" and row["tp"] == 1 and row["output_tok_s"] is not None
     }
 
     def of(key: str, row: Mapping[str, Any]) -> tuple[float | None, str | None]:
         if row["status"] != "ok":
             return None, f"the point is {row['status']}"
+        if row["output_tok_s"] is None:
+            return None, "the point has no output_tok_s"
         if row["settings"]["workload.arrivals"] != "all":
             return None, ARRIVALS
         if key not in single:

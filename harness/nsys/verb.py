@@ -135,7 +135,8 @@ def _profile(nsys: Nsys, plan: Plan, point: Point, target: Sequence[str]) -> int
             f"nsys export failed with {done.returncode}: {said}; the report is {report}"
         )
     status = read_back(sqlite, stdout())
-    print(json.dumps({"run": str(run.path), "report": str(report), "sqlite": str(sqlite)}))
+    made = {"run": str(run.path), "report": str(report), "sqlite": str(sqlite)}
+    print(json.dumps(made, allow_nan=False))
     return status
 
 

@@ -87,7 +87,7 @@ def measured(runs: Sequence[Path]) -> Measured:
         except (PredictionError, ConfigError) as error:
             notes[str(error)] = notes.get(str(error), 0) + 1
             continue
-        groups.setdefault(json.dumps(settings), Group(settings)).cells.append(cell)
+        groups.setdefault(json.dumps(settings, sort_keys=True), Group(settings)).cells.append(cell)
     said = tuple(f"{n} points left out: {reason}" for reason, n in notes.items())
     if not groups:
         raise PredictionError(f"no decode step to fit; {'; '.join(said) or 'the runs are empty'}")

@@ -332,7 +332,8 @@ def test_collect_prints_what_can_be_published(cli: Cli, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert entry.main(["collect", last["run"], "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("| ok | 1 | 1 | true | off | 100 |")
+    assert lines[-3].startswith("| ok | 1 | 1 | true | off | 100 |")
+    assert lines[-1] == Path(last["run"]).name
     assert entry.main(["collect", "--csv", last["run"]]) == 0
     header, row = capsys.readouterr().out.splitlines()
     assert dict(zip(header.split(","), row.split(","), strict=True))["output_tok_s"] == "100.0"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.steplog import STEP_DTYPE
-from harness.flags import of_point
+from harness.flags import of_point, of_scaling
 from harness.window import DECODE, PREFILL, Window
 
 
@@ -54,3 +54,11 @@ def test_collectives_longer_than_their_step_are_flagged() -> None:
     assert of_point([], rows, graphs=False) == [
         "flag: collectives of the timed pass last 114% of a clean step"
     ]
+
+
+@pytest.mark.parametrize(("efficiency", "flagged"), [(2.01, True), (1.16, True), (1.15, False),
+                                                     (0.4, False), (None, False)])  # fmt: skip
+def test_more_than_ranks_can_do_is_flagged(efficiency: float | None, flagged: bool) -> None:
+    note = of_scaling(2, efficiency)
+    words = f"flag: tp=2 does {efficiency:.2f} times what 2 engines of tp=1 do" if flagged else ""
+    assert (note or "").startswith(words) and (note is not None) == flagged

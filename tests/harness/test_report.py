@@ -247,3 +247,16 @@ def test_a_percentile_below_two_ticks_is_not_given() -> None:
     rows.rows.clear()
     rows.summarise("wait_us", [0.0, 0.0], pass_name="host", ranks="min")
     assert {r["value"] for r in rows.rows if r["stat"].startswith("p")} == {0.0}
+
+
+def test_a_disturbed_single_rank_is_flagged_in_the_rows_that_divide_by_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run, 0, rates=(50.0,), tp=1, notes="busy")
+    write(run, 1, rates=(150.0,), tp=2, notes="shared")
+    write(run, 2, rates=(100.0,), tp=1, batch=1)
+    write(run, 3, rates=(150.0,), tp=2, batch=1)
+    frame = report.summary(run)
+    flag = "flag: tp=2 does 1.50 times what 2 engines of tp=1 do: was the point of tp=1 disturbed?"
+    assert frame["notes"].fillna("").tolist() == ["busy", f"shared; {flag}", "", ""]
+    headings, rows, _ = report.view(frame)
+    assert [row[headings.index("reason")] for row in rows] == ["", flag, "", ""]

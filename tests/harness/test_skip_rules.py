@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.errors import ConfigError
 from harness.__main__ import conf_folder
@@ -14,6 +16,7 @@ from harness.launcher import compose
 from harness.skip_rules import skip_rule
 from tests.support.plans import config, plan, sweep
 
+ROOT = Path(__file__).resolve().parents[2]
 POINT = {"tp": 2, "batch": 16, "compile": "layer", "device": "cpu", "workload__prompt_tokens": 128,
          "model__name": "tiny", "workload__temperature": 0.5}  # fmt: skip
 
@@ -151,3 +154,12 @@ def test_rules_are_written_in_an_experiment_or_on_the_command_line(tmp_path: Pat
     words = ["tp=1,2", 'skip=[{when:{tp:">1"},reason:"a reason, with a comma"}]']
     cfgs = compose(words, conf_folder())
     assert [skip_rule(c) for c in cfgs] == [None, "a reason, with a comma"]
+
+
+def test_the_rules_of_the_documents_are_rules() -> None:
+    (text,) = re.findall(r"```yaml\n(  skip:.*?)```", (ROOT / "docs/config.md").read_text(), re.S)
+    rules = yaml.safe_load(text)["skip"]
+    assert reason(*rules) == "known to be slow here"
+    long = {"tp": 1, "batch": 64, "workload__prompt_tokens": 2048}
+    assert reason(*rules, **long) is None
+    assert reason(*rules, **long, model__name="qwen3-8b") == "no room"
