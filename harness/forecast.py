@@ -8,7 +8,7 @@ then the newest. What has none stays unknown: no figure is scaled or guessed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -44,6 +44,12 @@ class _Seen:
     run: str
 
 
+Parts = tuple[dict[str, Any], dict[str, Any]]
+Split = Callable[[Mapping[str, Any]], Parts]
+Read = Callable[[Path], dict[str, float]]
+"""A run's folder -> seconds by point_id."""
+
+
 class Forecast:
     """Estimates of a plan's points and engine starts.
 
@@ -61,30 +67,23 @@ class Forecast:
     @classmethod
     def of(cls, plan: Plan, results_dir: Path) -> Forecast:
         """From the runs in `results_dir` on a machine of the plan's hardware fingerprint."""
-        running = [point for point in plan.points if point.skip is None]
-        seen_points: list[_Seen] = []
-        seen_starts: list[_Seen] = []
-        runs = list(_runs(results_dir, plan.surroundings.get("hardware"))) if running else []
-        for folder, stored in runs:  # newest first
-            asked = {p["point_id"]: settings(p["cfg"]) for p in stored["points"]}
-            starts = _starts(folder)
-            for point_id, seconds in _points(folder).items():
-                if point_id in asked:
-                    like, rest = _point_parts(asked[point_id])
-                    seen_points.append(_Seen(like, rest, seconds, folder.name))
-            for point_id, seconds in starts.items():
-                if point_id in asked:
-                    like, rest = _engine_parts(asked[point_id])
-                    seen_starts.append(_Seen(like, rest, seconds, folder.name))
+        asked = {p.point_id: settings(p.cfg) for p in plan.points if p.skip is None}
+        sought = [_Times(map(parts, asked.values()), parts, read) for parts, read in _KINDS]
+        runs = 0
+        for folder, cfgs in _runs(results_dir, plan.surroundings.get("hardware")):
+            runs += 1
+            for times in sought:
+                times.look(folder, cfgs)
+            if not any(times.open for times in sought):
+                break
         points, engines = {}, {}
-        for point in running:
-            asked_now = settings(point.cfg)
-            if found := _nearest(seen_points, *_point_parts(asked_now)):
-                times = int(point.cfg["measure"]["n_process"])
-                points[point.point_id] = Known(found.seconds * times, found.run, found.equal)
-            if found := _nearest(seen_starts, *_engine_parts(asked_now)):
+        for point in (point for point in plan.points if point.skip is None):
+            if found := sought[0].nearest(asked[point.point_id]):
+                fresh = int(point.cfg["measure"]["n_process"])
+                points[point.point_id] = Known(found.seconds * fresh, found.run, found.equal)
+            if found := sought[1].nearest(asked[point.point_id]):
                 engines[point.engine_key] = found
-        return cls(plan, points, engines, len(runs))
+        return cls(plan, points, engines, runs)
 
     def cell(self, point: Point) -> str:
         """The point's seconds in the listing; ~: of one that differs in some setting."""
@@ -133,7 +132,7 @@ def _engine_starts(running: list[Point]) -> dict[str, int]:
     return found
 
 
-def _point_parts(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _point_parts(asked: Mapping[str, Any]) -> Parts:
     like = {
         name: value
         for name, value in asked.items()
@@ -142,12 +141,12 @@ def _point_parts(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return _split(asked, like)
 
 
-def _engine_parts(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _engine_parts(asked: Mapping[str, Any]) -> Parts:
     of_engine = {k: v for k, v in asked.items() if k.partition(".")[0] in ENGINE_FIELDS}
     return _split(of_engine, {k: v for k, v in of_engine.items() if k in (*_ENGINE, "cache")})
 
 
-def _split(asked: Mapping[str, Any], like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(asked: Mapping[str, Any], like: dict[str, Any]) -> Parts:
     alike = {name: value for name, value in like.items() if name not in NEVER_IN_TIME}
     names = set(asked) - set(like) - set(NEVER_IN_TIME)
     alike.pop("measure", None)  # the preset's name; its values count
@@ -155,13 +154,39 @@ def _split(asked: Mapping[str, Any], like: dict[str, Any]) -> tuple[dict[str, An
     return alike, {name: asked[name] for name in names}
 
 
-def _nearest(seen: list[_Seen], like: dict[str, Any], rest: dict[str, Any]) -> Known | None:
-    """The first, which is the newest, of those that differ in fewest settings."""
-    fit = [one for one in seen if one.like == like]
-    if not fit:
-        return None
-    best = min(fit, key=lambda one: _differing(one.rest, rest))
-    return Known(best.seconds, best.run, _differing(best.rest, rest) == 0)
+class _Times:
+    """Earlier times of one kind: of points, or of engine starts.
+
+    Attributes:
+        open: what is sought and has not been found with every setting equal.
+    """
+
+    def __init__(self, sought: Iterable[Parts], parts: Split, read: Read) -> None:
+        wanted = list(sought)
+        self._parts, self._read = parts, read
+        self._likes = [like for like, _ in wanted]
+        self.open = list(wanted)
+        self._seen: list[_Seen] = []
+
+    def look(self, folder: Path, cfgs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes what a run has of what is sought; its files are read only if it has some."""
+        found = {point_id: self._parts(cfg) for point_id, cfg in cfgs.items()}
+        found = {k: parts for k, parts in found.items() if parts[0] in self._likes}
+        if not found:
+            return
+        for point_id, seconds in self._read(folder).items():
+            if point_id in found:
+                self._seen.append(_Seen(*found[point_id], seconds, folder.name))
+                self.open = [parts for parts in self.open if parts != found[point_id]]
+
+    def nearest(self, asked: Mapping[str, Any]) -> Known | None:
+        """The first, which is the newest, of those that differ in fewest settings."""
+        like, rest = self._parts(asked)
+        fit = [one for one in self._seen if one.like == like]
+        if not fit:
+            return None
+        best = min(fit, key=lambda one: _differing(one.rest, rest))
+        return Known(best.seconds, best.run, _differing(best.rest, rest) == 0)
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
@@ -173,18 +198,20 @@ def _time(run: str) -> str:
     return "-".join(run.rsplit("-", 3)[1:])
 
 
-def _runs(results_dir: Path, hardware: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(folder, plan.json) of this machine's runs, newest first; what is no run is passed over."""
+def _runs(results_dir: Path, hardware: Any) -> Iterator[tuple[Path, dict[str, dict[str, Any]]]]:
+    """(folder, settings by point_id) of this machine's runs, newest first; what is no run is passed
+    over."""
     found = []
     for file in results_dir.glob("*/plan.json"):
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
-            if stored["surroundings"]["hardware"] == hardware and stored["points"]:
-                found.append((str(stored["created_at"]), file.parent, stored))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            if stored["surroundings"]["hardware"] == hardware:
+                cfgs = {str(p["point_id"]): settings(p["cfg"]) for p in stored["points"]}
+                found.append((str(stored["created_at"]), file.parent, cfgs))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-    for _, folder, stored in sorted(found, key=lambda one: one[:2], reverse=True):
-        yield folder, stored
+    for _, folder, cfgs in sorted(found, key=lambda one: one[:2], reverse=True):
+        yield folder, cfgs
 
 
 def _points(folder: Path) -> dict[str, float]:
@@ -210,3 +237,6 @@ def _starts(folder: Path) -> dict[str, float]:
         return {}
     rows = rows[(rows["phase"] == "total") & ~rows["shared"] & rows["seconds"].notna()]
     return {str(k): float(v) for k, v in rows.groupby("point_id")["seconds"].mean().items()}
+
+
+_KINDS: tuple[tuple[Split, Read], ...] = ((_point_parts, _points), (_engine_parts, _starts))

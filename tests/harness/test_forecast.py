@@ -121,6 +121,9 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     name = earlier(tmp_path, made, {1: 10.0, 4: 12.0}, start_s=2.0)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "plan.json").write_text("[1]")
+    (tmp_path / "other").mkdir()
+    foreign = {"surroundings": {"hardware": "h"}, "created_at": "2027", "points": [{"cfg": 3}]}
+    (tmp_path / "other" / "plan.json").write_text(json.dumps(foreign))
     first = made.points[0].point_id
     (tmp_path / name / "points" / first / "point.json").write_text('{"status": "ok"}')
     (tmp_path / name / "points" / first / "phases.parquet").write_bytes(b"PAR1")
