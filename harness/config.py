@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "backend": ("native", "transformers"),
     "compile": ("off", "layer", "model"),
     "attention": ("auto", "flash2", "flash4", "triton", "sdpa"),
     "comm": ("auto", "nccl", "gloo", "symm_mem"),
@@ -20,8 +21,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 ENGINE_AXES = ("tp", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
                "device")  # fmt: skip
 """Axes that are settings of the engine, under the same names."""
-AXES = ("tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
-        "model", "workload")  # fmt: skip
+AXES = ("backend", "tp", "batch", "enforce_eager", "compile", "attention", "comm", "page_size",
+        "dtype", "model", "workload")  # fmt: skip
 """What a point is named by."""
 FIXED_BATCH = ("decode", "prefill")
 """Workloads of `batch` requests; in the others `batch` is how many run at once."""
@@ -117,6 +118,7 @@ class BenchConfig:
     The comment behind a field, here and above, is its description in docs/config.md."""
 
     experiment: str | None = None  # set by +experiment=NAME; part of the run folder's name
+    backend: str = "native"  # the engine measured: this repository's, or one of others
     tp: int = 1  # ranks of the tensor-parallel group
     batch: int = 1  # requests at once
     enforce_eager: bool = True  # false: decode steps replay CUDA graphs

@@ -70,11 +70,13 @@ def axes_table(machine: Machine) -> Table:
 def axis_values(machine: Machine) -> list[tuple[str, Any, str | None]]:
     """(axis, value, why it cannot run here or None), each with the other axes at their default."""
     values: dict[str, tuple[Any, ...]] = {
+        "backend": CHOICES["backend"],
         "tp": (1, 2, 4, 8),
         "enforce_eager": (True, False),
         **{axis: CHOICES[axis] for axis in ("compile", "attention", "comm", "timing")},
     }
     base: dict[str, Any] = {
+        "backend": "native",
         "tp": 1,
         "enforce_eager": True,
         "compile": "off",

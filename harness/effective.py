@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from harness.backends.peers import PEERS
 from harness.config import ENGINE_AXES
 
 
 def differences(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> list[str]:
     """`name: asked, runs` for every setting that is not what was asked for. What was left open
-    (null or auto) may become anything; one rank needs no path for collectives."""
+    (null or auto) may become anything, and so may what a peer has no setting for; one rank needs no
+    path for collectives."""
     asked: dict[str, Any] = {name: cfg[name] for name in ENGINE_AXES}
-    asked |= cfg["engine"]
+    peer = PEERS.get(cfg["backend"])
+    taken = cfg["engine"] if peer is None else peer.takes
+    asked |= {name: cfg["engine"][name] for name in taken}
     asked["load_format"] = cfg["model"]["load_format"]
     if cfg["tp"] == 1:
         del asked["comm"]

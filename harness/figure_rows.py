@@ -14,11 +14,15 @@ from harness.tables import columns
 
 
 class FigureRows:
-    """Collects figures of one point. `key` is run_id, point_id and process; `where` below is any
-    of repeat, phase, kind, site, bytes, ranks."""
+    """Collects figures of one point. `key` is run_id, point_id and process; `lacks` names figures
+    that its engine cannot give and says why: they are null. `where` below is any of repeat, phase,
+    kind, site, bytes, ranks."""
 
-    def __init__(self, key: Mapping[str, Any], n_process: int = 1) -> None:
+    def __init__(
+        self, key: Mapping[str, Any], n_process: int = 1, lacks: Mapping[str, str] | None = None
+    ) -> None:
         self._key = {**key, "n_process": n_process}
+        self._lacks = lacks or {}
         self.rows: list[dict[str, Any]] = []
 
     def add(
@@ -36,6 +40,8 @@ class FigureRows:
         """One figure. A value is None if and only if a reason is given."""
         assert stat in STATS, stat
         assert (value is None) == (reason is not None), (name, value, reason)
+        if name in self._lacks:
+            value, n, reason = None, 0, self._lacks[name]
         self.rows.append(
             {
                 **self._key,

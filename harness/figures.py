@@ -28,7 +28,7 @@ e2e               s    arrival to last token
 step_us           us   a clean step (GPU: its device time, by the step pass); ranks reduced first
 step_host_us      us   plan to collect on rank 0, less what the step before took of it
 between_steps_us  us   end of one step to begin of the next on rank 0, idle time included
-padding           1    rows that a graph bucket added / bucket size
+padding           1    rows that a graph bucket or a static batch added / all of them
 preemptions       1    preemptions in the window
 cached_tokens     1    prompt tokens taken from the prefix cache in the window
 all_reduces_per_step  1  counted; a model of L layers has 2L+1, at TP=1 none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -10,9 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.backends import peers
+
 if TYPE_CHECKING:
     from engine.shape import ModelShape
 
+MODULES = tuple({module: None for peer in peers.PEERS.values() for module in peer.modules})
+"""What the engines of others need."""
 
 HEAD_DIM, DTYPE = 128, "bfloat16"
 """Of every published Qwen3; what `doctor`, which has no model, asks about."""
@@ -33,7 +38,8 @@ class Machine:
         gpus: visible CUDA devices.
         cores: cores that this process may use.
         cxx: path of the C++ compiler that torch.compile would call on a CPU, None without one.
-        packages: versions of the optional packages that are installed (triton).
+        packages: versions of the optional packages that are installed (triton); and the modules
+            that other engines need and that can be imported, without a version.
         flash2: (page_size, head_dim, dtype) -> why flash-attn 2 cannot run, None if it can.
     """
 
@@ -54,7 +60,7 @@ class Machine:
             gpus=torch.cuda.device_count(),
             cores=cpu_cores(),
             cxx=find_cxx(),
-            packages=installed("triton"),
+            packages=installed("triton") | importable(*MODULES),
         )
 
     @property
@@ -80,11 +86,19 @@ def installed(*names: str) -> dict[str, str]:
     return found
 
 
+def importable(*modules: str) -> dict[str, str]:
+    """The modules that can be imported, each with an empty text; none is imported here."""
+    return {name: "" for name in modules if importlib.util.find_spec(name) is not None}
+
+
 def skip_reason(
     cfg: dict[str, Any], machine: Machine, shape: ModelShape | None = None
 ) -> str | None:
     """Why a resolved configuration cannot run on this machine with this version of the engine; None
     if it can. Without a shape the model is taken for one like the published ones."""
+    if cfg["backend"] != "native":
+        reason = peers.skip_reason(cfg, machine.gpus, machine.packages, shape)
+        return _device(cfg, machine) if reason is None else reason
     for check in (_device, _graphs, _compile, _comm, _timing):
         reason = check(cfg, machine)
         if reason is not None:

@@ -82,7 +82,10 @@ class Passes:
 
     @property
     def clean(self) -> StepTimes | None:
-        """Clean step times; None on a GPU without the step pass, where the host only enqueues."""
+        """Clean step times; None on a GPU without the step pass, where the host only enqueues, and
+        of an engine that cannot tell."""
+        if "step_us" in self.backend.lacks:
+            return None
         if self.backend.effective.get("device") != "cuda":
             return StepTimes.of_windows(self.plain)
         found = self.joined(pass_plan.STEP)
@@ -107,6 +110,7 @@ class Passes:
             vocab_size=self.backend.shape.vocab_size,
             max_model_len=int(self.backend.effective["max_model_len"]),
         )
+        self.notes += self.backend.notes
         if asked.notes:
             self.notes.append(asked.notes)
         self.backend.reset_prefix_cache()
@@ -154,6 +158,11 @@ class Passes:
 
     def _instrument(self, asked: Workload) -> None:
         """One more repeat for each pass with observers; their speed counts nowhere."""
+        missing = self.backend.lacks.get("latency_us")
+        if missing is not None:
+            if self.cfg["instrument"]:
+                self.notes.append(f"instruments left out: {missing}")
+            return
         planned, notes = pass_plan.plan(self.cfg, self.backend.effective)
         self.notes += notes
         for spec in planned:

@@ -17,9 +17,10 @@ from harness.validation import validate
 if TYPE_CHECKING:
     from engine.shape import ModelShape
 
-ENGINE_FIELDS = (*ENGINE_AXES, "model", "engine", "cache")
+ENGINE_FIELDS = ("backend", *ENGINE_AXES, "model", "engine", "cache")
 """What an engine is started with. Two points that agree in these share a live engine."""
-CODE_FIELDS = ("tp", "compile", "attention", "comm", "page_size", "dtype", "device", "model")
+CODE_FIELDS = ("backend", "tp", "compile", "attention", "comm", "page_size", "dtype", "device",
+               "model")  # fmt: skip
 """What compiled code may depend on: engines that agree in these share a kept compile cache, so that
 eager and captured forms, or other limits on memory, find each other's code."""
 MEASURE_FIELDS = ("batch", "workload", "measure", "instrument", "timing")

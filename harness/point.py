@@ -17,6 +17,7 @@ from harness.store import TableData, write_point
 from harness.window import MeasurementError
 
 if TYPE_CHECKING:
+    from harness.attribution import Joined
     from harness.backends.base import Backend
     from harness.plan import Point
 
@@ -142,7 +143,7 @@ class _Rows:
         if not self.passes.windows:
             return {}
         mode = str(self.backend.effective["mode"])
-        timed = None
+        timed: dict[str, Joined] | None = {} if "step_us" in self.backend.lacks else None
         if self.backend.effective["device"] == "cuda":  # a backlog's spins lie inside its steps
             timed = {
                 t.name: t.joined
@@ -173,7 +174,6 @@ class _Rows:
             "reason": reason,
             "traceback": traceback,
             "notes": "; ".join(self.passes.notes) or None,
-            "backend": self.backend.name,
             "stop_reason": self.passes.stop_reason,
             "rel_noise": relative_noise([w.output_tok_s for w in self.passes.plain]),
         }
@@ -189,7 +189,8 @@ class _Rows:
         from harness import collective_figures, cost_figures, device_figures, metrics
         from harness.calibration.file import ceilings
 
-        rows, passes, shape = FigureRows(self.key), self.passes, self.backend.shape
+        rows = FigureRows(self.key, lacks=self.backend.lacks)
+        passes, shape = self.passes, self.backend.shape
         tp, device = self.cfg["tp"], str(self.backend.effective["device"])
         clean, latency = passes.clean, passes.latency
         measured = ceilings(self.cfg["results_dir"]) if device == "cuda" else None

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
-AXES = ("tp", "batch", *ENGINE_AXES[1:], "model", "model.path", "model.load_format", "workload",
-        "workload.prompt_tokens", "workload.output_tokens", "workload.arrivals", "timing",
-        "cache")  # fmt: skip
+AXES = ("backend", "tp", "batch", *ENGINE_AXES[1:], "model", "model.path", "model.load_format",
+        "workload", "workload.prompt_tokens", "workload.output_tokens", "workload.arrivals",
+        "timing", "cache")  # fmt: skip
 ALWAYS = ("tp", "batch", "enforce_eager", "compile")
 RANKED = ("ok", "contaminated")
 REMARKED = (BUSY, FLAG, THROTTLED, SHARED)
@@ -79,6 +79,8 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
         row: dict[str, Any] = {"index": first["index"], "point_id": point_id}
         row["settings"] = settings(str(first["requested"]))
         row |= row["settings"] | {name: first[name] for name in ("status", *AXES)}
+        if pd.isna(row["backend"]):
+            row["backend"] = "native"  # skipped before there were others
         row["n_process"] = int(group["process"].nunique())
         row["repeats"] = len(group) if first["status"] in RANKED else 0
         measured = of_point.get(str(point_id)) if first["status"] in RANKED else None

@@ -47,6 +47,7 @@ status       string! - ok, oom, timeout, error, skipped, contaminated or predict
 reason       string  - why the status is not ok
 traceback    string  - of the error, from the rank that failed first
 notes        string  - what a reader must know: shortened requests, instruments left out
+backend      string  - axis, as requested: the engine measured
 tp           int     - axis, as requested: ranks of the tensor-parallel group
 batch        int     - axis, as requested: sequences of a decode step
 enforce_eager bool   - axis, as requested: no CUDA graphs
@@ -86,7 +87,6 @@ effective.num_pages int - pages of the K/V cache
 effective.max_model_len int tokens longest request that the engine takes
 effective.threads_per_rank int - intra-op threads of a rank
 effective    string  - everything that was read back, as JSON
-backend      string  - the engine measured: native, ...
 requests     int     - requests served in the window
 prompt_tokens int    tokens prompt tokens of the window
 output_tokens int    tokens generated tokens of the window, counted
@@ -165,7 +165,7 @@ kernels      int     - profiler pass: kernels and copies by the device
 host_us      float   us plan to collect, less what the step before took of it; rank 0 only
 skew_asked_us float  us skew pass: how long one rank was to be delayed before each all-reduce
 skew_us      float   us skew pass: mean of this rank's own delays, as they came out
-padding      float!  1 rows that a graph bucket added / bucket
+padding      float!  1 rows that a graph bucket or a static batch added / all of them
 source       string! - whose clock device_us is: host, stamps, events or cupti
 """,
     ),

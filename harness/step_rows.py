@@ -38,7 +38,7 @@ def steps(
         mode: of the engine; a step that was no replay ran as the rest of it says.
         timed: on a GPU, passes whose steps have device times. There the log's own clock saw the
             host enqueue, and is no time of a step. None: on a CPU the forward is synchronous, so
-            that the rank's clock gives its time.
+            that the rank's clock gives its time. Empty: none has.
         skews: by pass and rank, the delays that were put before its all-reduces.
         profiles: what CUPTI saw in the profiler pass; the first step of each is left out, in which
             ranks wait for each other's profilers.

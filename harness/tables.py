@@ -45,7 +45,7 @@ def point_columns(
     """What every row of `points` says of its point, whatever became of it."""
     cfg, work, model = point.cfg, point.cfg["workload"], point.cfg["model"]
     row: dict[str, Any] = {"run_id": run_id, "point_id": point.point_id, "index": point.index}
-    row |= {name: cfg[name] for name in (*ENGINE_AXES, "batch", "timing", "cache")}
+    row |= {name: cfg[name] for name in ("backend", *ENGINE_AXES, "batch", "timing", "cache")}
     row |= {
         "experiment": cfg["experiment"],
         "model": model["name"],
@@ -208,7 +208,11 @@ def memory(key: Mapping[str, Any], backend: Backend) -> TableData:
     rows = []
     for rank, readings in enumerate(backend.memory()):
         for name, value in readings.items():
-            reason = None if value is not None else "not readable on this device"
+            reason = (
+                None
+                if value is not None
+                else "not readable on this device, or the engine does not tell"
+            )
             row = {"rank": rank, "name": name, "bytes": value, "reason": reason}
             rows.append({**key, "repeat": 0, **row})
     return columns("memory", rows)

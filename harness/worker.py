@@ -22,7 +22,7 @@ from harness.plan import Point
 class Functions:
     """What the child calls, as `module:function`, so that it is imported there alone.
 
-    create() -> harness.backends.Backend, not started.
+    create(name) -> harness.backends.Backend, not started; name: one of harness.backends.NAMES.
     measure(backend, point, out_dir, progress, process=n) -> harness.point.PointOutcome; it leaves
     the point's tables in out_dir and calls progress(text) now and then.
     """
@@ -97,7 +97,7 @@ def serve(connection: Connection, functions: Functions, log: str) -> None:
                 break
             try:
                 if isinstance(message, StartEngine):
-                    backend = _load(functions.create)()
+                    backend = _load(functions.create)(message.cfg["backend"])
                     backend.start(message.cfg, message.cache_dir, message.since_s)
                     connection.send(Started())
                 else:

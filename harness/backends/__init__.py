@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from harness.backends.base import Backend
+from harness.config import CHOICES
 
-NAMES = ("native",)
+NAMES = CHOICES["backend"]
 
 
 def create(name: str = "native") -> Backend:
@@ -17,6 +18,10 @@ def create(name: str = "native") -> Backend:
         from harness.backends.native import NativeBackend
 
         return NativeBackend()
+    if name == "transformers":
+        from harness.backends.transformers import TransformersBackend
+
+        return TransformersBackend()
     raise ValueError(f"backend={name!r}: choose one of {', '.join(NAMES)}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,9 +27,15 @@ class Backend(Protocol):
             which is the rest of the total: processes, imports, connections. None where unknown.
         effective: the configuration read back from the engine, what `auto` became included.
         shape: the model's shape.
+        lacks: figures (harness/figures.py) that the engine cannot give -> why; they are null
+            whatever its step log says. Where latency_us is among them no observer is attached;
+            where step_us is, the log's begin_ns and end_ns are no times of a forward.
+        notes: what a reader must know of every point.
     """
 
     name: str
+    lacks: Mapping[str, str]
+    notes: tuple[str, ...]
     points_served: int
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from harness.config import ENGINE_AXES
@@ -53,6 +54,8 @@ class NativeBackend:
     """harness.backends.base.Backend over engine.LLM, which it forwards to."""
 
     name = "native"
+    lacks: Mapping[str, str] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.points_served = 0

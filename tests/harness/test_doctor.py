@@ -34,6 +34,8 @@ def test_on_a_cpu_without_a_compiler() -> None:
     machine = Machine(gpus=0, cores=2, cxx=None, packages={})
     reasons = {(axis, value): reason for axis, value, reason in axis_values(machine)}
     assert {k for k, reason in reasons.items() if reason is None} == {
+        ("backend", "native"),
+        ("backend", "transformers"),
         ("tp", 1),
         ("tp", 2),
         ("tp", 4),

@@ -83,6 +83,8 @@ class FakeBackend:
     """
 
     name = "fake"
+    lacks: dict[str, str] = {}  # noqa: RUF012
+    notes: tuple[str, ...] = ()
 
     def __init__(self, cfg: dict[str, Any], *, transfer_ns: int = TRANSFER_NS, wait_ns: int = 0,
                  step_ns: int = 1_000_000) -> None:  # fmt: skip
@@ -193,7 +195,7 @@ class FakeBackend:
 def make_cfg(**changes: Any) -> dict[str, Any]:
     """A resolved configuration; `changes` by dotted name with `__` for the dot."""
     cfg: dict[str, Any] = {
-        "experiment": "test", "tp": 2, "batch": 2, "enforce_eager": True,
+        "experiment": "test", "backend": "native", "tp": 2, "batch": 2, "enforce_eager": True,
         "compile": "off", "attention": "auto", "comm": "auto", "page_size": 16, "dtype": "auto",
         "device": "cpu", "model": {"name": "tiny", "path": None, "load_format": "auto"},
         "workload": {

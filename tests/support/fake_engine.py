@@ -75,6 +75,9 @@ def act(what: str) -> None:
 class FakeEngine:
     """Starts one `rank`, a process that would outlive it for ten minutes if nobody ended it."""
 
+    def __init__(self, name: str) -> None:
+        record("backends", name)
+
     def start(self, cfg: dict[str, Any], cache_dir: str | None, since_s: float) -> None:
         record("ages", f"{time.perf_counter() - since_s}")
         record("starts", f"{cfg['tp']} {cfg['compile']} {cache_dir}")

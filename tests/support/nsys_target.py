@@ -68,7 +68,7 @@ class Engine(FakeGpuBackend):
         return logs
 
 
-def create() -> Engine:
+def create(name: str = "native") -> Engine:
     return Engine()
 
 

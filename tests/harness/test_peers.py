@@ -1,0 +1,110 @@
+"""Which points of other engines are skipped, in which words, and what is compared of settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.config import CHOICES
+from harness.effective import differences
+from harness.machine import Machine, importable, skip_reason
+from harness.plan import resolve
+from tests.support.fake_backend import make_cfg
+from tests.support.plans import CPU, config, plan, sweep
+
+GPU = Machine(gpus=1, cores=2, cxx=None, packages={})
+
+SKIPPED: list[tuple[Machine, dict[str, Any], str | None]] = [
+    (CPU, {"backend": "transformers"}, None),
+    (GPU, {"backend": "transformers"}, None),
+    (GPU, {"backend": "transformers", "device": "cpu"}, None),
+    (CPU, {"backend": "transformers", "device": "cuda"}, "needs 1 GPU, 0 visible"),
+    (CPU, {"backend": "transformers", "attention": "sdpa", "dtype": "float32"}, None),
+    (CPU, {"backend": "transformers", "tp": 2}, "backend=transformers has tp=1, not 2"),
+    (
+        GPU,
+        {"backend": "transformers", "enforce_eager": False},
+        "backend=transformers has enforce_eager=true, not false",
+    ),
+    (
+        CPU,
+        {"backend": "transformers", "compile": "model"},
+        "backend=transformers has compile=off, not model",
+    ),
+    (
+        CPU,
+        {"backend": "transformers", "attention": "flash2"},
+        "backend=transformers has attention=auto, sdpa, not flash2",
+    ),
+    (
+        CPU,
+        {"backend": "transformers", "page_size": 16},
+        "backend=transformers has page_size=null, not 16",
+    ),
+    (
+        CPU,
+        {"backend": "transformers", "engine__num_pages": 8},
+        "backend=transformers has no setting engine.num_pages, here 8",
+    ),
+    (
+        CPU,
+        {"backend": "transformers", "engine__prefix_cache": True},
+        "backend=transformers has no setting engine.prefix_cache, here true",
+    ),
+    (CPU, {"backend": "transformers", "engine__threads_per_rank": 1, "engine__seed": 3}, None),
+    (
+        CPU,
+        {
+            "backend": "transformers",
+            "workload__kind": "nano_vllm",
+            "workload__arrivals": "poisson(4)",
+        },
+        "backend=transformers takes requests all at once, not workload.arrivals=poisson(4)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("machine", "settings", "reason"), SKIPPED)
+def test_what_a_peer_cannot_run_says_why(
+    machine: Machine, settings: dict[str, Any], reason: str | None
+) -> None:
+    assert skip_reason(resolve(config(timing="host", **settings), machine), machine) == reason
+
+
+def test_a_skipped_peer_costs_no_engine_and_no_other_row() -> None:
+    made = plan(sweep(backend=["native", "transformers"], tp=[1, 2]))
+    found = [(p.axes["backend"], p.axes["tp"], p.skip is None) for p in made.points]
+    assert found == [
+        ("native", 1, True), ("native", 2, True), ("transformers", 1, True),
+        ("transformers", 2, False),
+    ]  # fmt: skip
+    assert made.engine_starts == 3
+    assert len({p.engine_key for p in made.points}) == len({p.point_id for p in made.points}) == 4
+
+
+def test_only_what_a_peer_takes_is_compared_with_what_runs() -> None:
+    cfg = make_cfg(backend="transformers", tp=1, page_size=None, engine__threads_per_rank=2)
+    runs = {
+        "tp": 1, "enforce_eager": True, "compile": "off", "device": "cpu", "load_format": "auto",
+        "max_num_seqs": 16, "threads_per_rank": 2, "seed": 0, "prefix_cache": False,
+    }  # fmt: skip
+    assert differences(cfg, runs) == []
+    assert differences(cfg, runs | {"threads_per_rank": 1}) == [
+        "threads_per_rank: asked for 2, the engine runs 1"
+    ]
+    native = differences({**cfg, "backend": "native"}, runs)
+    assert native == ["memory_utilization: asked for 0.9, the engine runs nothing"]
+
+
+def test_modules_are_found_without_importing_them() -> None:
+    assert importable("json", "no_such_module") == {"json": ""}
+
+
+def test_each_backend_can_be_made_by_its_name() -> None:
+    from harness.backends import NAMES, create
+
+    assert CHOICES["backend"] == NAMES
+    assert [create(name).name for name in NAMES] == list(NAMES)
+    with pytest.raises(ValueError, match="backend='sglang': choose one of native"):
+        create("sglang")
