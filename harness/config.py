@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "backend": ("native", "transformers"),
+    "backend": ("native", "transformers", "nanovllm"),
     "compile": ("off", "layer", "model"),
     "attention": ("auto", "flash2", "flash4", "triton", "sdpa"),
     "comm": ("auto", "nccl", "gloo", "symm_mem"),

@@ -17,7 +17,8 @@ from harness.fingerprint import digest
 
 # Only variables that change how the engine runs; a name that looks like a secret is left out even
 # then, and what stands before an @ in a URL is cut.
-ENV_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GLOO_", "TRITON_")
+ENV_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GLOO_", "TRITON_",
+                "VLLM_")  # fmt: skip
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -28,6 +29,8 @@ PACKAGES = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "flash_attn": ("flash-attn", "flash-attn-4"),
     "transformers": ("transformers",),
+    "vllm": ("vllm",),
+    "nano_vllm": ("nano-vllm",),
     "numpy": ("numpy",),
     "nvtx": ("nvtx",),
 }

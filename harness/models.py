@@ -230,3 +230,28 @@ def _check(folder: Path, load_format: str) -> None:
             f"model.path={folder}: no *.safetensors (other formats are not read); convert it, or "
             "set model.load_format=dummy"
         )
+
+
+def with_weights(model: dict[str, Any]) -> Path:
+    """As `resolve_model`, for an engine that loads files alone: dummy weights are a checkpoint of
+    the config's shape and dtype, written once (0.6B: 1.2 GB) with a byte-level tokenizer."""
+    folder = resolve_model(model)
+    if model["load_format"] != "dummy":
+        return folder
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    return built(f"{model['name']}-dummy", text, lambda target: _write_dummy(folder, target))
+
+
+def _write_dummy(folder: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine.shape import ModelShape
+
+    dtype = getattr(torch, ModelShape.from_hf(folder).dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    made.save_pretrained(target)
+    save_byte_tokenizer(target)
+    shutil.copyfile(folder / "config.json", target / "config.json")

@@ -55,9 +55,8 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
     Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
     figures of FIGURE_OF, spread (standard deviation / median of output_tok_s over all repeats),
     scaling_efficiency, phase (that the step's figures are of: decode, or prefill where the workload
-    has no pure decode step), scaling_reason (why there is no efficiency), engine_costs.COLUMNS,
-    notes, reason. A point of several fresh engines has the median of their figures. Points
-    that are not ok have no figures; contaminated ones have, under their status.
+    has no pure decode step), scaling_reason (why there is none), engine_costs.COLUMNS, notes,
+    reason. Of several fresh engines it is the median. Only ok and contaminated points have figures.
     """
     import pandas as pd
 
@@ -68,6 +67,7 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
         "points",
         ["point_id", "process", "repeat", "index", "status", "reason", "notes", "requested", *AXES],
     )
+    points["backend"] = points["backend"].fillna("native")  # skipped before there were others
     metrics = results.table(
         "metrics", ["point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks"]
     )
@@ -79,8 +79,6 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
         row: dict[str, Any] = {"index": first["index"], "point_id": point_id}
         row["settings"] = settings(str(first["requested"]))
         row |= row["settings"] | {name: first[name] for name in ("status", *AXES)}
-        if pd.isna(row["backend"]):
-            row["backend"] = "native"  # skipped before there were others
         row["n_process"] = int(group["process"].nunique())
         row["repeats"] = len(group) if first["status"] in RANKED else 0
         measured = of_point.get(str(point_id)) if first["status"] in RANKED else None

@@ -219,8 +219,8 @@ queue        float   s arrival to the first step that held it
 ttft         float   s arrival to first token
 tpot         float   s (last - first token) / (tokens - 1); null for one token
 e2e          float   s arrival to last token
-preemptions  int!    - times that it lost its pages
-cached_tokens int!   tokens of its prompt taken from the prefix cache
+preemptions  int     - times that it lost its pages; null: the engine does not tell
+cached_tokens int    tokens of its prompt taken from the prefix cache; null: as above
 finish_reason string! - stop, length, abort or error
 error        string  - why it could not be served
 """,

@@ -22,6 +22,10 @@ def create(name: str = "native") -> Backend:
         from harness.backends.transformers import TransformersBackend
 
         return TransformersBackend()
+    if name == "nanovllm":
+        from harness.backends.nanovllm import NanoVllmBackend
+
+        return NanoVllmBackend()
     raise ValueError(f"backend={name!r}: choose one of {', '.join(NAMES)}")
 
 

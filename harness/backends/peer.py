@@ -1,10 +1,11 @@
-"""What the engines of others have in common behind the protocol: nothing inside them is heard."""
+"""What the engines of others have in common: they are seen from outside alone."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine.steplog import STEP_DTYPE
 
@@ -109,12 +110,17 @@ def output(
     times_s: Sequence[float],
     first_s: float | None = None,
     last_s: float | None = None,
+    preemptions: int | None = 0,
+    cached_tokens: int | None = 0,
+    error: str | None = None,
 ) -> RequestOutput:
     """A served request; perf_counter seconds throughout.
 
     Args:
         begin_s: of the first step that held it; None: not known.
         times_s: of each token; where there are none, first_s and last_s are of the first and last.
+        preemptions, cached_tokens: None: not known of one request. (The native engine, whose type
+            this is, always knows.)
     """
     from engine.request import FinishReason, RequestOutput
 
@@ -126,16 +132,16 @@ def output(
         prompt_token_ids=list(prompt),
         token_ids=list(tokens),
         text=None,
-        finish_reason=FinishReason.LENGTH,
-        error=None,
+        finish_reason=FinishReason.LENGTH if error is None else FinishReason.ERROR,
+        error=error,
         arrival_s=arrival_s,
         queue_s=None if begin_s is None else begin_s - arrival_s,
         ttft_s=None if first is None else first - arrival_s,
         tpot_s=spread,
         e2e_s=None if last is None else last - arrival_s,
         token_times_s=tuple(times_s),
-        preemptions=0,
-        cached_tokens=0,
+        preemptions=cast(int, preemptions),
+        cached_tokens=cast(int, cached_tokens),
     )
 
 
@@ -145,3 +151,28 @@ def peak_resident_bytes() -> int | None:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def use_cache_dir(cache_dir: str | Path | None) -> None:
+    """Where torch and Triton keep what they compile, in this process and its children; before the
+    engine is imported."""
+    if cache_dir is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache_dir) / "inductor")
+        os.environ["TRITON_CACHE_DIR"] = str(Path(cache_dir) / "triton")
+
+
+def device_used_bytes(count: int) -> list[int | None]:
+    """Memory in use on each of the first `count` visible GPUs, of whatever process, by NVML."""
+    from harness.hardware import gpus
+
+    cards = gpus()[:count]
+    if len(cards) < count:
+        return [None] * count
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(card["index"]) for card in cards]
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()

@@ -33,6 +33,29 @@ class Peer:
     refuses: Callable[[Mapping[str, Any], ModelShape | None], str | None] = lambda cfg, shape: None
 
 
+def _nanovllm(cfg: Mapping[str, Any], shape: ModelShape | None) -> str | None:
+    if cfg.get("workload", {}).get("temperature", 1.0) <= 1e-10:
+        return "it refuses to decode greedily; set workload.temperature, of every engine alike"
+    seqs = cfg.get("engine", {}).get("max_num_seqs") or 16
+    if not cfg["enforce_eager"] and seqs > 8 and seqs % 16:
+        return (
+            f"its graphs end at the last multiple of 16 up to engine.max_num_seqs={seqs}, and a "
+            "larger batch has none; give a multiple of 16"
+        )
+    if shape is None:
+        return None
+    if shape.model_type != "qwen3" or shape.rope is not None:
+        return f"it computes qwen3 without rope scaling, not {cfg['model']['name']}"
+    if shape.dtype not in ("bfloat16", "float16"):
+        return f"flash-attn has no kernels of {shape.dtype}, the checkpoint's dtype"
+    if shape.vocab_size % cfg["tp"] or shape.num_kv_heads % cfg["tp"]:
+        return (
+            f"tp={cfg['tp']} must divide the vocabulary of {shape.vocab_size} and the "
+            f"{shape.num_kv_heads} K/V heads"
+        )
+    return None
+
+
 PEERS: dict[str, Peer] = {
     "transformers": Peer(
         has={
@@ -45,6 +68,22 @@ PEERS: dict[str, Peer] = {
         },
         takes=("max_model_len", "max_num_seqs", "threads_per_rank", "seed"),
         arrivals=False,
+    ),
+    "nanovllm": Peer(
+        modules={
+            "nanovllm": "pip install git+https://github.com/GeeeekExplorer/nano-vllm",
+            "flash_attn": "pip install flash-attn",
+        },
+        gpu=True,
+        has={
+            "compile": ("off",),
+            "attention": ("auto", "flash2"),
+            "comm": ("auto", "nccl"),
+            "page_size": (None,),
+            "dtype": ("auto",),
+        },
+        takes=("max_model_len", "max_num_seqs", "max_num_batched_tokens", "memory_utilization"),
+        refuses=_nanovllm,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ from harness.effective import differences
 from harness.machine import Machine, importable, skip_reason
 from harness.plan import resolve
 from tests.support.fake_backend import make_cfg
-from tests.support.plans import CPU, config, plan, sweep
+from tests.support.plans import CPU, SHAPE, config, plan, sweep
 
 GPU = Machine(gpus=1, cores=2, cxx=None, packages={})
+READY = Machine(gpus=2, cores=2, cxx=None, packages={"nanovllm": "", "flash_attn": ""})
+NANO: dict[str, Any] = {"backend": "nanovllm", "workload__temperature": 0.6}
+NANO_PACKAGES = (
+    "nanovllm is not installed (pip install git+https://github.com/GeeeekExplorer/nano-vllm); "
+    "flash_attn is not installed (pip install flash-attn)"
+)
 
 SKIPPED: list[tuple[Machine, dict[str, Any], str | None]] = [
     (CPU, {"backend": "transformers"}, None),
@@ -62,6 +69,28 @@ SKIPPED: list[tuple[Machine, dict[str, Any], str | None]] = [
         },
         "backend=transformers takes requests all at once, not workload.arrivals=poisson(4)",
     ),
+    (CPU, NANO, f"backend=nanovllm: it needs a CUDA device, none visible; {NANO_PACKAGES}"),
+    (GPU, NANO, f"backend=nanovllm: {NANO_PACKAGES}"),
+    (READY, NANO, None),
+    (READY, {**NANO, "tp": 2, "comm": "nccl", "attention": "flash2"}, None),
+    (READY, {**NANO, "tp": 4}, "needs 4 GPUs, 2 visible"),
+    (READY, {**NANO, "device": "cpu"}, "backend=nanovllm: it needs a CUDA device, device=cpu"),
+    (READY, {**NANO, "compile": "layer"}, "backend=nanovllm has compile=off, not layer"),
+    (READY, {**NANO, "dtype": "float16"}, "backend=nanovllm has dtype=auto, not float16"),
+    (
+        READY,
+        {**NANO, "workload__temperature": 0.0},
+        "backend=nanovllm: it refuses to decode greedily; set workload.temperature, of every "
+        "engine alike",
+    ),
+    (
+        READY,
+        {**NANO, "enforce_eager": False, "engine__max_num_seqs": 20},
+        "backend=nanovllm: its graphs end at the last multiple of 16 up to "
+        "engine.max_num_seqs=20, and a larger batch has none; give a multiple of 16",
+    ),
+    (READY, {**NANO, "enforce_eager": False, "engine__max_num_seqs": 32}, None),
+    (READY, {**NANO, "engine__max_num_seqs": 20}, None),
 ]
 
 
@@ -70,6 +99,31 @@ def test_what_a_peer_cannot_run_says_why(
     machine: Machine, settings: dict[str, Any], reason: str | None
 ) -> None:
     assert skip_reason(resolve(config(timing="host", **settings), machine), machine) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "reason"),
+    [
+        ({"dtype": "bfloat16"}, 2, None),
+        ({}, 1, "flash-attn has no kernels of float32, the checkpoint's dtype"),
+        (
+            {"dtype": "bfloat16", "vocab_size": 511},
+            2,
+            "tp=2 must divide the vocabulary of 511 and the 8 K/V heads",
+        ),
+        (
+            {"dtype": "bfloat16", "model_type": "qwen2"},
+            1,
+            "it computes qwen3 without rope scaling, not tiny",
+        ),
+    ],
+)
+def test_nanovllm_is_asked_about_the_models_own_shape(
+    changes: dict[str, Any], tp: int, reason: str | None
+) -> None:
+    cfg = resolve(config(**NANO, tp=tp, model__name="tiny"), READY)
+    found = skip_reason(cfg, READY, replace(SHAPE, **changes))
+    assert found == (reason and f"backend=nanovllm: {reason}")
 
 
 def test_a_skipped_peer_costs_no_engine_and_no_other_row() -> None:
