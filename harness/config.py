@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "backend": ("native", "transformers", "nanovllm"),
+    "backend": ("native", "transformers", "nanovllm", "vllm"),
     "compile": ("off", "layer", "model"),
     "attention": ("auto", "flash2", "flash4", "triton", "sdpa"),
     "comm": ("auto", "nccl", "gloo", "symm_mem"),

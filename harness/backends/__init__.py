@@ -26,6 +26,10 @@ def create(name: str = "native") -> Backend:
         from harness.backends.nanovllm import NanoVllmBackend
 
         return NanoVllmBackend()
+    if name == "vllm":
+        from harness.backends.vllm import VllmBackend
+
+        return VllmBackend()
     raise ValueError(f"backend={name!r}: choose one of {', '.join(NAMES)}")
 
 

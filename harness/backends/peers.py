@@ -85,6 +85,21 @@ PEERS: dict[str, Peer] = {
         takes=("max_model_len", "max_num_seqs", "max_num_batched_tokens", "memory_utilization"),
         refuses=_nanovllm,
     ),
+    "vllm": Peer(
+        modules={"vllm": "pip install 'rangefinder[peers]'"},
+        gpu=True,
+        has={"compile": ("off", "model"), "attention": ("auto",), "comm": ("auto",)},
+        takes=(
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_pages",
+            "overlap",
+            "prefix_cache",
+            "memory_utilization",
+            "seed",
+        ),
+    ),
 }
 
 

@@ -15,7 +15,7 @@ from tests.support.fake_backend import make_cfg
 from tests.support.plans import CPU, SHAPE, config, plan, sweep
 
 GPU = Machine(gpus=1, cores=2, cxx=None, packages={})
-READY = Machine(gpus=2, cores=2, cxx=None, packages={"nanovllm": "", "flash_attn": ""})
+READY = Machine(gpus=2, cores=2, cxx=None, packages={"nanovllm": "", "flash_attn": "", "vllm": ""})
 NANO: dict[str, Any] = {"backend": "nanovllm", "workload__temperature": 0.6}
 NANO_PACKAGES = (
     "nanovllm is not installed (pip install git+https://github.com/GeeeekExplorer/nano-vllm); "
@@ -91,6 +91,25 @@ SKIPPED: list[tuple[Machine, dict[str, Any], str | None]] = [
     ),
     (READY, {**NANO, "enforce_eager": False, "engine__max_num_seqs": 32}, None),
     (READY, {**NANO, "engine__max_num_seqs": 20}, None),
+    (
+        CPU,
+        {"backend": "vllm"},
+        "backend=vllm: it needs a CUDA device, none visible; vllm is not installed (pip install "
+        "'rangefinder[peers]')",
+    ),
+    (READY, {"backend": "vllm", "tp": 2, "enforce_eager": False, "compile": "model"}, None),
+    (
+        READY,
+        {"backend": "vllm", "compile": "layer"},
+        "backend=vllm has compile=off, model, not layer",
+    ),
+    (READY, {"backend": "vllm", "comm": "nccl"}, "backend=vllm has comm=auto, not nccl"),
+    (
+        READY,
+        {"backend": "vllm", "attention": "triton"},
+        "backend=vllm has attention=auto, not triton",
+    ),
+    (READY, {"backend": "vllm", "engine__prefix_cache": True, "engine__num_pages": 8}, None),
 ]
 
 
