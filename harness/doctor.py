@@ -6,7 +6,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from harness.backends.peers import PEERS
 from harness.config import CHOICES, as_written
 from harness.machine import Machine, skip_reason
 from harness.nsys.command import NsysError, deafness, find
@@ -16,6 +18,8 @@ OPTIONAL = {
     "flash_attn": "attention=flash2: pip install flash-attn (NVIDIA GPU)",
     "nvtx": "NVTX ranges: pip install nvtx",
     "nccl": "TP over GPUs: comes with a CUDA build of torch",
+    "vllm": f"backend=vllm: {PEERS['vllm'].modules['vllm']}",
+    "nano_vllm": f"backend=nanovllm: {PEERS['nanovllm'].modules['nanovllm']}",
 }
 
 
@@ -45,7 +49,7 @@ def installed_table(found: dict[str, Any], machine: Machine) -> Table:
     cxx = "compile=layer and compile=model on a CPU: install g++ or set CXX"
     table.add_row("C++ compiler", machine.cxx or "none", "" if machine.cxx else cxx)
     for name, version in found["versions"].items():
-        table.add_row(name, version or "none", "" if version else OPTIONAL.get(name, ""))
+        table.add_row(name, version or "none", Text("" if version else OPTIONAL.get(name, "")))
     table.add_row("nsys", *nsys_row(found["versions"].get("nvtx")))
     return table
 
@@ -63,7 +67,7 @@ def axes_table(machine: Machine) -> Table:
     """One row an axis value: whether a point with it runs here, or why not."""
     table = Table("axis", "value", "here", box=None, pad_edge=False)
     for axis, value, reason in axis_values(machine):
-        table.add_row(axis, as_written(value), "runs" if reason is None else reason)
+        table.add_row(axis, as_written(value), Text(reason or "runs"))  # [peers] is no markup
     return table
 
 

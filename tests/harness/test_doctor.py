@@ -20,7 +20,13 @@ FOUND: dict[str, Any] = {
     "memory_bytes": 8 << 30,
     "gpus": [],
     "driver": None,
-    "versions": {"torch": "2.13.0", "triton": None, "flash_attn": None, "nvtx": "0.2"},
+    "versions": {
+        "torch": "2.13.0",
+        "triton": None,
+        "flash_attn": None,
+        "nvtx": "0.2",
+        "vllm": None,
+    },
 }
 
 
@@ -73,6 +79,8 @@ def test_the_tables_say_what_to_install() -> None:
     assert (
         " ".join(flash) == "flash_attn none attention=flash2: pip install flash-attn (NVIDIA GPU)"
     )
+    vllm = next(row for row in rows if row[:1] == ["vllm"])
+    assert " ".join(vllm) == "vllm none backend=vllm: pip install 'rangefinder[peers]'"
     without = shown(installed_table(FOUND, Machine(gpus=0, cores=2, cxx=None, packages={})))
     compiler = next(" ".join(row) for row in without if row[:2] == ["C++", "compiler"])
     assert compiler.endswith("install g++ or set CXX")
