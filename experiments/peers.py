@@ -37,7 +37,7 @@ COLUMNS = {
     "native": Column("this engine's centre over fresh engines", ".4g"),
     **{f"{peer}{end}": column for peer in PEERS for end, column in _OF_PEER.items()},
     "modes": Column("of each engine the mode with the most output tok/s, which its figures are of"),
-    "reason": Column("why an engine has no figure, or no verdict"),
+    "reason": Column("why an engine has no verdict; in a cell's first row, why it has no figure"),
 }
 
 
@@ -82,15 +82,16 @@ def _rows(group: Group, costs: dict[str, dict[str, Any]]) -> list[dict[str, Any]
     if native is None:
         return [nothing | {"reason": "; ".join(missing)}]
     rows = []
+    said = missing  # of the cell, once, in its first row
     for metric in JUDGED:
         row = nothing | {"metric": metric, "unit": FIGURES[metric].unit}
-        said = list(missing)
+        alone = judged(native, native, metric).a
+        row["native"] = alone.value if alone else None
         for peer in PEERS:
             theirs = chosen[peer][1]
             if theirs is None or (native[metric].isna().all() and theirs[metric].isna().all()):
                 continue
             one = judged(native, theirs, metric)
-            row["native"] = one.a.value if one.a else None
             row[peer] = one.b.value if one.b else None
             ends = (one.ratio, one.ratio_lo, one.ratio_hi)
             if METRICS[metric].better == "lower":
@@ -100,6 +101,7 @@ def _rows(group: Group, costs: dict[str, dict[str, Any]]) -> list[dict[str, Any]
             row[f"{peer}_verdict"] = str(one.verdict)
             said += [f"{peer}: {one.reason}"] if one.verdict == Verdict.AMBIGUOUS else []
         rows.append(row | {"reason": "; ".join(said) or None})
+        said = []
     for name, unit in COSTS.items():
         of = {
             backend: costs.get(str(points["point_id"].iloc[0]), {}).get(name)
@@ -149,6 +151,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
         bars = [side.astype(float).fillna(0).clip(lower=0) for side in (below, above)]
         ax.errorbar(own.index + 0.1 * place, ratio, yerr=bars, fmt="o", capsize=3, label=peer)
     ax.axhline(1, color="0.5", linewidth=0.8)
+    ax.set_yscale("log")
     names = [" ".join(f"{name}={row[name]}" for name in axes) for _, row in rows.iterrows()]
     ax.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=8)
     ax.set_ylabel(f"times as fast as native ({DECIDES})")

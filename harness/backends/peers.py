@@ -107,7 +107,7 @@ def skip_reason(
     cfg: Mapping[str, Any], gpus: int, packages: Mapping[str, str], shape: ModelShape | None = None
 ) -> str | None:
     """Why a resolved configuration cannot run by its backend; None if it can. What the engine does
-    not have comes first, for no package helps there.
+    not have at all comes first, for no package helps there.
 
     Args:
         gpus: visible CUDA devices; packages: modules that are installed.
@@ -125,12 +125,10 @@ def skip_reason(
     arrivals = cfg.get("workload", {}).get("arrivals", "all")
     if arrivals != "all" and not peer.arrivals:
         return f"backend={name} takes requests all at once, not workload.arrivals={arrivals}"
-    reason = peer.refuses(cfg, shape)
-    if reason is not None:
-        return f"backend={name}: {reason}"
     missing = [f"{module} is not installed ({how})" for module, how in peer.modules.items()
                if module not in packages]  # fmt: skip
     if peer.gpu and cfg["device"] != "cuda":
         where = "device=cpu" if gpus else "none visible"
         missing.insert(0, f"it needs a CUDA device, {where}")
-    return f"backend={name}: {'; '.join(missing)}" if missing else None
+    reason = "; ".join(missing) or peer.refuses(cfg, shape)
+    return f"backend={name}: {reason}" if reason else None

@@ -66,11 +66,12 @@ def test_each_engine_stands_in_its_fastest_mode(tmp_path: Path) -> None:
 def test_an_engine_that_is_not_there_says_why_and_costs_no_row(tmp_path: Path) -> None:
     write_run(tmp_path / "run", vllm=0.8, nano=0.9)
     frame = summary(load(tmp_path / "run"))
-    eight = frame[(frame["batch"] == 8) & (frame["metric"] == "tpot")].iloc[0]
-    assert eight["reason"] == (
+    eight = frame[frame["batch"] == 8].set_index("metric")
+    assert eight.loc["output_tok_s", "reason"] == (
         "transformers: not in the run; nanovllm: not in the run; vllm: not in the run"
     )
-    assert eight["modes"] == "native: graph"
+    assert eight["reason"].isna()["tpot"] and set(eight["modes"]) == {"native: graph"}
+    assert eight.loc["tpot", "native"] == pytest.approx(0.01, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,7 @@ def test_too_few_repeats_decide_nothing(tmp_path: Path) -> None:
     assert EXPERIMENT.verdict(frame).holds is None
     row = frame[frame["metric"] == "tpot"].iloc[0]
     assert row["vllm_verdict"] == "AMBIGUOUS"
-    assert row["reason"].startswith(
-        "transformers: not in the run; nanovllm: not in the run; vllm: "
-    )
+    assert row["reason"] == "vllm: B has 2 repeats; a verdict needs 5"
 
 
 def test_native_alone_is_no_comparison(tmp_path: Path) -> None:
