@@ -60,7 +60,7 @@ def of_engine(cfg: dict[str, Any], asked: Sequence[Sequence[int]], tokens: int) 
 
     cfg = {**cfg, "engine": {**cfg["engine"], "max_num_seqs": cfg["batch"]}}
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2)
-    backend = create(cfg["backend"])
+    backend = create(cfg.get("backend", "native"))  # older runs have no such setting
     backend.start(cfg, None)
     try:
         outputs = backend.generate(asked, [params] * len(asked))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 AXES = ("backend", "enforce_eager", "compile")
 PEERS = CHOICES["backend"][1:]
 JUDGED = ("output_tok_s", "tpot", "ttft", "prefill_tok_s")
-COSTS = {"start_total_s": "s", "memory_peak_bytes": "B"}
+COSTS = {"start_total_s": "s", "memory_peak_bytes": "B", "memory_device_used_bytes": "B"}
 """Of an engine, without repeats in it: beside each other, not judged."""
 DECIDES = "tpot"
 """The metric of the claim; throughput holds the prefill besides."""

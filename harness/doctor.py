@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.backends.peers import PEERS
+from harness.backends.abilities import PEERS
 from harness.config import CHOICES, as_written
 from harness.machine import Machine, skip_reason
 from harness.nsys.command import NsysError, deafness, find

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.backends.peers import PEERS
+from harness.backends.abilities import PEERS
 from harness.config import ENGINE_AXES
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from harness.store import Results
 
 STARTUP = ("total", "spawn", "load", "compile", "capture", "warmup")
-MEMORY = ("weights", "kv", "graph_pool", "peak")
+MEMORY = ("weights", "kv", "graph_pool", "peak", "device_used")
 COLUMNS = (
     *(f"start_{phase}_s" for phase in STARTUP),
     "compile_cache",

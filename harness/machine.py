@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.backends import peers
+from harness.backends import abilities
 
 if TYPE_CHECKING:
     from engine.shape import ModelShape
 
-MODULES = tuple({module: None for peer in peers.PEERS.values() for module in peer.modules})
+MODULES = tuple({module: None for peer in abilities.PEERS.values() for module in peer.modules})
 """What the engines of others need."""
 
 HEAD_DIM, DTYPE = 128, "bfloat16"
@@ -97,7 +97,7 @@ def skip_reason(
     """Why a resolved configuration cannot run on this machine with this version of the engine; None
     if it can. Without a shape the model is taken for one like the published ones."""
     if cfg["backend"] != "native":
-        reason = peers.skip_reason(cfg, machine.gpus, machine.packages, shape)
+        reason = abilities.skip_reason(cfg, machine.gpus, machine.packages, shape)
         return _device(cfg, machine) if reason is None else reason
     for check in (_device, _graphs, _compile, _comm, _timing):
         reason = check(cfg, machine)

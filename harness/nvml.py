@@ -67,6 +67,16 @@ class Gpus:
         """Rows of everything."""
         return self._rows(when, tuple(_READINGS))
 
+    def used_bytes(self) -> list[int | None]:
+        """Of each GPU, in the order of their indices."""
+        found: list[int | None] = []
+        for handle in self._handles.values():
+            try:
+                found.append(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
+            except self._nvml.NVMLError:
+                found.append(None)
+        return found
+
     def _rows(self, when: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
         rows = []
         for device, handle in self._handles.items():
@@ -78,6 +88,14 @@ class Gpus:
                     value, reason = None, str(error)
                 rows.append(row(when, device, name, unit, value, reason))
         return rows
+
+
+def used_bytes(count: int) -> list[int | None]:
+    """Memory in use on each of the first `count` visible GPUs, of whatever process; None where it
+    cannot be read."""
+    with Gpus() as gpus:
+        found = gpus.used_bytes()[:count]
+    return [*found, *[None] * (count - len(found))]
 
 
 def _processes(nvml: Any, handle: Any) -> list[int]:

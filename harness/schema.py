@@ -246,7 +246,7 @@ reason       string  - why seconds is null
         + _REPEAT
         + """
 rank         int!    - rank
-name         string! - weights_bytes, kv_bytes, peak_bytes (resident set on a CPU), ...
+name         string! - weights_bytes, kv_bytes, peak_bytes (CPU: resident set), device_used_bytes
 bytes        int     B null where it cannot be read
 reason       string  - why bytes is null
 """,

@@ -10,6 +10,7 @@ import numpy as np
 
 from harness import schema
 from harness.config import ENGINE_AXES
+from harness.nvml import used_bytes
 from harness.plain import jsonable
 from harness.records import PHASES
 from harness.store import TableData
@@ -205,8 +206,16 @@ def phases(key: Mapping[str, Any], backend: Backend, cache: str) -> TableData:
 
 
 def memory(key: Mapping[str, Any], backend: Backend) -> TableData:
+    """What the engine says of each rank, and on GPUs what the rank's device has in use, which is
+    read alike for every engine."""
+    of_ranks = backend.memory()
+    if backend.effective["device"] == "cuda":
+        used = used_bytes(len(of_ranks))
+        of_ranks = [
+            {**one, "device_used_bytes": own} for one, own in zip(of_ranks, used, strict=True)
+        ]
     rows = []
-    for rank, readings in enumerate(backend.memory()):
+    for rank, readings in enumerate(of_ranks):
         for name, value in readings.items():
             reason = (
                 None

@@ -53,6 +53,10 @@ def validate(cfg: dict[str, Any]) -> None:
         raise SettingsError(
             "instrument.profiler=true: torch.profiler and nsys cannot both read CUPTI; leave it out"
         )
+    if "nsys" in cfg["instrument"] and cfg["backend"] != "native":
+        raise SettingsError(
+            f"backend={cfg['backend']}: profile reads the ranges of the native engine; leave it out"
+        )
     if "skew" in cfg["instrument"]:
         _skew(cfg)
     seqs, batch = cfg["engine"]["max_num_seqs"], cfg["batch"]

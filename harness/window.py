@@ -74,10 +74,21 @@ class Window:
 
     @property
     def decode_batch(self) -> int | None:
-        """Most sequences in one pure decode step; None without one."""
+        """Most sequences in one pure decode step; None without one. Of an engine that logs no steps
+        the most requests that were between their first and last token at once."""
         rows = self.steps[0]
+        if not len(rows):
+            return self._decoding_at_once()
         decode = rows["batch"][rows["phase"] == DECODE]
         return int(decode.max()) if len(decode) else None
+
+    def _decoding_at_once(self) -> int | None:
+        several = [o for o in self.outputs if o.tpot_s is not None]
+        begins = np.sort([o.arrival_s + (o.ttft_s or 0) for o in several])
+        ends = np.sort([o.arrival_s + (o.e2e_s or 0) for o in several])
+        # At the begin of one: those that have begun, it included, less those that have ended.
+        at_once = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins)
+        return int(at_once.max()) if len(several) else None
 
     def step_us(self, phase: int | None = None) -> np.ndarray:
         """[S, R] forward and sampling, of one phase or of all steps."""

@@ -12,15 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from harness.backends.nanovllm_steps import Steps
-from harness.backends.peer import (
-    NO_SEAM,
-    PHASES,
-    Peer,
-    check,
-    device_used_bytes,
-    output,
-    use_cache_dir,
-)
+from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, use_cache_dir
 from harness.models import with_weights
 from harness.window import DECODE, PREFILL
 
@@ -175,16 +167,11 @@ class NanoVllmBackend(Peer):
         return {**compile_counters(), **self._counts}
 
     def memory(self) -> list[dict[str, int | None]]:
-        """Of rank 0, which is this process, torch's peak; of each rank what its GPU has in use."""
+        """Of rank 0 alone, which is this process."""
         import torch
 
-        peaks: list[int | None] = [torch.cuda.max_memory_allocated()]
-        used = device_used_bytes(self.effective["tp"])
-        peaks += [None] * (len(used) - 1)
-        return [
-            {"peak_bytes": peak, "device_used_bytes": own}
-            for peak, own in zip(peaks, used, strict=True)
-        ]
+        peaks = [torch.cuda.max_memory_allocated(), *[None] * (self.effective["tp"] - 1)]
+        return [{"peak_bytes": peak} for peak in peaks]
 
     def close(self) -> None:
         if self.effective:

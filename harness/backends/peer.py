@@ -159,20 +159,3 @@ def use_cache_dir(cache_dir: str | Path | None) -> None:
     if cache_dir is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache_dir) / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(Path(cache_dir) / "triton")
-
-
-def device_used_bytes(count: int) -> list[int | None]:
-    """Memory in use on each of the first `count` visible GPUs, of whatever process, by NVML."""
-    from harness.hardware import gpus
-
-    cards = gpus()[:count]
-    if len(cards) < count:
-        return [None] * count
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(card["index"]) for card in cards]
-        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()

@@ -11,15 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from harness.backends.peer import (
-    NO_SEAM,
-    PHASES,
-    Peer,
-    check,
-    device_used_bytes,
-    output,
-    use_cache_dir,
-)
+from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, use_cache_dir
 from harness.models import resolve_model
 
 if TYPE_CHECKING:
@@ -53,10 +45,7 @@ class VllmBackend(Peer):
             "itl": "vLLM stamps a request's first and last token",
         }
     )
-    notes: tuple[str, ...] = (
-        "what vLLM compiles or captures inside the window cannot be seen",
-        "how many sequences vLLM decoded together cannot be seen",
-    )
+    notes: tuple[str, ...] = ("what vLLM compiles or captures inside the window cannot be seen",)
 
     def start(
         self, cfg: dict[str, Any], cache_dir: str | Path | None, since_s: float | None = None
@@ -129,9 +118,8 @@ class VllmBackend(Peer):
         return {name: int(found[key].value) for name, key in COUNTED.items() if key in found}
 
     def memory(self) -> list[dict[str, int | None]]:
-        """Its processes do not tell their peaks; what each GPU has in use."""
-        used = device_used_bytes(self.effective["tp"])
-        return [{"peak_bytes": None, "device_used_bytes": own} for own in used]
+        """Its processes do not tell their peaks."""
+        return [{"peak_bytes": None} for _ in range(self.effective["tp"])]
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.sampling_params import SamplingParams
 from harness.backends import create
-from harness.backends.peers import PEERS
+from harness.backends.abilities import PEERS
 from harness.point import measure_point
 from harness.store import load
 from tests.support.fake_backend import make_cfg, make_point

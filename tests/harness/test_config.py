@@ -130,6 +130,12 @@ def test_arrivals_need_no_quotes_for_hydra() -> None:
     assert composed('workload.arrivals="poisson(3)"')[0]["workload"]["arrivals"] == "poisson(3)"
 
 
+def test_profile_is_of_the_native_engine_alone() -> None:
+    with pytest.raises(SettingsError, match="backend=vllm: profile reads the ranges of the native"):
+        validate(config(backend="vllm", instrument=["nsys"]))
+    validate(config(backend="vllm", instrument=["collectives"]))
+
+
 def test_ones_own_experiments_are_found_and_override_with_config_dir(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(

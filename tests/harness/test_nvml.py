@@ -15,7 +15,7 @@ import pytest
 from harness import gpu_state, window
 from harness.figure_rows import FigureRows
 from harness.metrics import energy_figure
-from harness.nvml import Gpus, Sampler, session_of
+from harness.nvml import Gpus, Sampler, session_of, used_bytes
 from harness.telemetry import read
 from harness.window import Window
 from tests.support.fake_nvml import FakeNvml, install, reading
@@ -54,6 +54,12 @@ def test_gpus_are_read_right_beside_the_window(monkeypatch: pytest.MonkeyPatch) 
     before, after = ([r["device"] for r in read(when)] for when in ("before", "after"))
     assert before[-1] == "gpu0" and before[0] == "cpu"
     assert after[0] == "gpu0" and after[-1] == "cpu"
+
+
+def test_memory_in_use_is_read_of_an_engines_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install(monkeypatch, reading(used=5), reading(used=FakeNvml.NVMLError("lost")))
+    assert used_bytes(1) == [5] and used_bytes(2) == [5, None] and used_bytes(3) == [5, None, None]
+    assert nvml.opened == 0
 
 
 def test_a_sampler_reads_while_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +249,8 @@ def test_a_point_has_the_columns_and_the_rows(
     rows = results.telemetry
     assert {"before", "during", "after"} == set(rows["when"])
     assert rows[rows["when"] == "during"]["pass"].nunique() == rows["pass"].nunique()
+    memory = results.memory.set_index("name")["bytes"]
+    assert (memory["device_used_bytes"], memory["weights_bytes"]) == (1 << 30, 1000)
     _, cells, _ = view(summary(run))
     assert cells[0][-1].startswith("throttled: sw_power_cap on gpu0 in 100% of the samples; shared")
     assert window.Sampler is Sampler

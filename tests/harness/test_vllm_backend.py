@@ -144,6 +144,7 @@ def test_a_point_has_what_vllm_tells_and_reasons_for_the_rest(
     results = load(tmp_path / "run")
     rows, points = results.metrics, results.points
     assert set(points["output_tokens"]) == {10} and set(points["preemptions"]) == {0}
+    assert set(points["effective.batch"]) == {2}
     assert (rows["value"].isna() == rows["reason"].notna()).all()
     for name in ("output_tok_s", "ttft", "tpot", "e2e", "queue"):
         assert (rows[rows["name"] == name]["value"].dropna() > 0).any(), name
@@ -159,3 +160,12 @@ def test_a_point_has_what_vllm_tells_and_reasons_for_the_rest(
     LLM.made[-1].llm_engine.withheld = 1
     outcome = measure_point(backend, point, tmp_path / "again" / "points" / point.point_id)
     assert outcome.status == "error" and "short_output: 2 of 2" in str(outcome.reason)
+
+
+def test_a_batch_that_was_served_in_parts_is_an_error(backend: VllmBackend, tmp_path: Path) -> None:
+    cfg = cfg_of(engine__max_num_seqs=1)
+    backend.start(cfg, None)
+    point = make_point(cfg)
+    outcome = measure_point(backend, point, tmp_path / "run" / "points" / point.point_id)
+    assert outcome.status == "error"
+    assert "asked for 2, the engine decoded at most 1 sequences together" in str(outcome.reason)

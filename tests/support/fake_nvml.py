@@ -12,7 +12,8 @@ from harness import hardware
 
 
 class FakeNvml:
-    """GPUs whose readings are what `values` says, by GPU: sm, memory (MHz), mw, c, bits, mj, pids.
+    """GPUs whose readings are what `values` says, by GPU: sm, memory (MHz), mw, c, bits, mj, pids,
+    used (bytes).
     A value that is an exception is raised; `opened` counts what was not shut down."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
@@ -44,6 +45,9 @@ class FakeNvml:
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> Any:
         return self._get(handle, {1: "sm", 2: "memory"}[kind])
 
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(used=self._get(handle, "used"))
+
     def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
         return self._get(handle, "mw")
 
@@ -62,7 +66,8 @@ class FakeNvml:
 
 def reading(**changes: Any) -> dict[str, Any]:
     """Readings of one GPU."""
-    base = {"sm": 1980, "memory": 3201, "mw": 300_000, "c": 40, "bits": 0, "mj": 5_000, "pids": []}
+    base = {"sm": 1980, "memory": 3201, "mw": 300_000, "c": 40, "bits": 0, "mj": 5_000, "pids": [],
+            "used": 1 << 30}  # fmt: skip
     return {**base, **changes}
 
 

@@ -1,4 +1,4 @@
-"""The engines of others: what each needs, which settings it has, why a point is skipped."""
+"""What the engines of others need and have; why a point of one is skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Abilities:
     """One engine.
 
     Attributes:
@@ -56,8 +56,8 @@ def _nanovllm(cfg: Mapping[str, Any], shape: ModelShape | None) -> str | None:
     return None
 
 
-PEERS: dict[str, Peer] = {
-    "transformers": Peer(
+PEERS: dict[str, Abilities] = {
+    "transformers": Abilities(
         has={
             "tp": (1,),
             "enforce_eager": (True,),
@@ -69,7 +69,7 @@ PEERS: dict[str, Peer] = {
         takes=("max_model_len", "max_num_seqs", "threads_per_rank", "seed"),
         arrivals=False,
     ),
-    "nanovllm": Peer(
+    "nanovllm": Abilities(
         modules={
             "nanovllm": "pip install git+https://github.com/GeeeekExplorer/nano-vllm",
             "flash_attn": "pip install flash-attn",
@@ -85,7 +85,7 @@ PEERS: dict[str, Peer] = {
         takes=("max_model_len", "max_num_seqs", "max_num_batched_tokens", "memory_utilization"),
         refuses=_nanovllm,
     ),
-    "vllm": Peer(
+    "vllm": Abilities(
         modules={"vllm": "pip install 'rangefinder[peers]'"},
         gpu=True,
         has={"compile": ("off", "model"), "attention": ("auto",), "comm": ("auto",)},
