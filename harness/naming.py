@@ -14,8 +14,8 @@ SHORT = {"model.name": "model", "workload.kind": "workload", "measure.name": "me
 
 
 def settings(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a configuration (a plain dict) that says what is measured, by its name; lists
-    as one text."""
+    """Every setting of a configuration (a plain dict) that says what is measured, by its name.
+    A list is one text."""
     flat: dict[str, Any] = {}
     for name, value in cfg.items():
         if isinstance(value, dict):
