@@ -24,8 +24,9 @@ from harness.marker import FAILED, KEPT
 from harness.models import ModelError, cache_root
 from harness.naming import settings, varying
 from harness.plan import Plan, Point, build
-from harness.runs import RunFolder, StorageError, open_run
+from harness.runs import RunFolder, open_run
 from harness.session import Outcome
+from harness.storage import StorageError, storing
 from harness.store import StoreError
 from harness.trace import TraceError
 from harness.worker import Functions
@@ -102,15 +103,27 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
             except StorageError as error:
                 print(f"error: {error}", file=sys.stderr)
             try:
-                run.close()
                 reported = report(run)
             except KeyboardInterrupt:
                 interrupted = True
             print(result_line(run), flush=True)
     finally:
+        # Last: one that is killed while it prints its tables is continued, to print them.
+        marked = complete and _mark_finished(run)
         run.close()
     failed = any(run.counts().get(status) for status in FAILED)
-    return 130 if interrupted else int(failed or not complete or not reported)
+    return 130 if interrupted else int(failed or not marked or not reported)
+
+
+def _mark_finished(run: RunFolder) -> bool:
+    """False, after saying so, if there is no room for it."""
+    try:
+        with storing(run.path):
+            run.mark_finished()
+        return True
+    except StorageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
 
 
 def _execute(run: RunFolder, functions: Functions) -> bool:

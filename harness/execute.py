@@ -16,8 +16,9 @@ from rich.console import Console
 from harness.marker import FAILED, KEPT
 from harness.plan import Plan, Point, code_key
 from harness.progress import Reporter
-from harness.runs import RunFolder, StorageError, storing
+from harness.runs import RunFolder
 from harness.session import Outcome, Session
+from harness.storage import StorageError, check_room, storing
 from harness.worker import Functions
 
 WriteStatus = Callable[[Path, Point, int, str, Outcome], None]
@@ -86,14 +87,13 @@ class Execution:
             KeyboardInterrupt, StorageError: after the engine at work was ended; finished points are
                 in place.
         """
+        self._say_notes(reporter)
         for group in self.groups:
             if group[0].point.skip is not None:
                 for unit in group:
                     self._record(unit, Outcome("skipped", unit.point.skip), None, 0.0, reporter)
             elif not self._run_group(group, reporter):
                 return False
-        with storing(self.run.path):
-            self.run.mark_finished()
         return True
 
     def _run_group(self, group: Sequence[Unit], reporter: Reporter) -> bool:
@@ -165,8 +165,15 @@ class Execution:
         self, unit: Unit, outcome: Outcome, out: Path | None, wall_s: float, reporter: Reporter
     ) -> None:
         with self._storing(unit, wall_s, reporter):
+            if outcome.status in FAILED:
+                check_room(self.run.path, outcome.reason)
             self._write(unit, outcome, out, wall_s)
+        self._say_notes(reporter)
         reporter.point_ended(unit.point, outcome.status, outcome.reason, wall_s)
+
+    def _say_notes(self, reporter: Reporter) -> None:
+        while self.run.notes:
+            reporter.say(self.run.notes.pop(0))
 
     @contextmanager
     def _storing(self, unit: Unit, wall_s: float, reporter: Reporter) -> Iterator[None]:

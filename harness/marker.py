@@ -24,6 +24,7 @@ class Marker:
     """How a point ended. `files` holds the hash of each table beside it; the file also holds a hash
     of all this, so that a damaged or edited one is found before it is trusted."""
 
+    run_id: str
     point_id: str
     process: int
     status: str
@@ -33,8 +34,13 @@ class Marker:
     files: dict[str, str]
 
 
+class DamagedError(ValueError):
+    """A point's folder that is not as it was written; the text says in what."""
+
+
 def write_marker(
     folder: Path,
+    run_id: str,
     point_id: str,
     process: int,
     *,
@@ -44,24 +50,59 @@ def write_marker(
 ) -> None:
     """Marks a folder whose tables are all there."""
     files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
-    marker = asdict(Marker(point_id, process, status, reason, wall_s, now(), files))
+    marker = asdict(Marker(run_id, point_id, process, status, reason, wall_s, now(), files))
     write_json(folder / _NAME, {**marker, "check": digest(marker, 16)})
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """The marker of a finished point; None without one, if it is not as it was written, or if a
-    table differs from its hash."""
+    """The marker of a finished point; None without one, or where `check_marker` finds damage."""
+    try:
+        return check_marker(folder)
+    except DamagedError:
+        return None
+
+
+def check_marker(folder: Path) -> Marker:
+    """The marker of a finished point, all of whose tables are as they were written.
+
+    Raises:
+        DamagedError: there is none, it is not as it was written, or a table is missing, differs
+            from its hash or came later.
+    """
+    marker = _parsed(folder)
+    for name, hashed in marker.files.items():
+        try:
+            found = file_digest(folder / name)
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise DamagedError(f"{name} cannot be read ({error})") from error
+        if found != hashed:
+            raise DamagedError(f"{name} is not as it was written")
+    for path in sorted(folder.glob("[!.]*.parquet")):
+        if path.name not in marker.files:
+            raise DamagedError(f"{path.name} was added")
+    return marker
+
+
+def _parsed(folder: Path) -> Marker:
+    """What point.json says, if it is as it was written."""
     try:
         stored = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedError(f"it has no {_NAME}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{_NAME} cannot be read ({error})") from error
+    try:
         check = stored.pop("check")
-        if digest(stored, 16) != check:
-            return None
-        marker = Marker(**stored)
-        whole = all(file_digest(folder / name) == hashed for name, hashed in marker.files.items())
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return None
-    known = marker.status in STATUSES and isinstance(marker.point_id, str)
-    return marker if whole and known else None
+        if digest(stored, 16) == check:
+            marker = Marker(**stored)
+            known = marker.status in STATUSES and isinstance(marker.point_id, str)
+            if known and isinstance(marker.files, dict) and "points.parquet" in marker.files:
+                return marker
+    except (ValueError, TypeError, AttributeError, KeyError):
+        pass
+    raise DamagedError(f"{_NAME} is not as it was written")
 
 
 def worst_status(statuses: Iterable[str]) -> str:

@@ -5,25 +5,24 @@ results/runs/<experiment>-<UTC time>-<random>/
     plan.json       the points, their keys and configurations
     points/<id>/    one point's tables and its point.json; renamed into place when it has ended
     logs/           what the engines printed
-    finished.json   written when every point of the plan has a row
+    set-aside/      what was found here and is not of the run
+    finished.json   written when every point of the plan has a row, and the tables are printed
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from harness.config import SettingsError
+from harness.leftovers import is_finished, tidy, what_is_wrong
 from harness.marker import (
     Marker,
     now,
@@ -33,22 +32,7 @@ from harness.marker import (
     write_marker,
 )
 from harness.plan import Plan, Point
-
-
-class StorageError(RuntimeError):
-    """A run folder that cannot be written; the text says why and what to do."""
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turns what the system says of a write below `path` into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; when there is room, the same "
-            "command continues this run"
-        ) from error
+from harness.storage import set_aside, try_lock
 
 
 class RunFolder:
@@ -58,26 +42,29 @@ class RunFolder:
         path: the folder.
         plan: what it holds the results of.
         continued: it existed before.
+        notes: what was found that is not as it should be, and what became of it; a line each.
     """
 
-    def __init__(self, path: Path, plan: Plan, lock: int, continued: bool) -> None:
+    def __init__(self, path: Path, plan: Plan, lock: int, made_as: str | None = None) -> None:
+        """`made_as`: the name under which a continued run was made."""
         self.path = path
         self.plan = plan
-        self.continued = continued
+        self.continued = made_as is not None
+        self.notes: list[str] = []
+        self._made_as = made_as or path.name
         self._lock: int | None = lock
         self._lost: set[str] = set()
-        for leftover in (*path.glob("points/.*"), path / "cache"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if self.continued:
+            self.notes += tidy(path, folder_names(plan), self._made_as)
 
     @property
     def run_id(self) -> str:
         return self.path.name
 
     def marker(self, point: Point, process: int = 0) -> Marker | None:
-        """How the point ended, or None if it has not, or if what it left cannot be read."""
-        found = read_marker(self.path / "points" / folder_name(point, process))
-        same = found is not None and (found.point_id, found.process) == (point.point_id, process)
-        return found if same else None
+        """How the point ended, or None if it has not, or if what it left is damaged or foreign."""
+        folder = self.path / "points" / folder_name(point, process)
+        return None if what_is_wrong(folder, self._made_as) else read_marker(folder)
 
     def begin(self, point: Point, process: int = 0) -> Path:
         """An empty folder for the point's tables; a reader of the run does not see it."""
@@ -100,8 +87,15 @@ class RunFolder:
         wall_s: float | None,
     ) -> None:
         """Marks the folder of `begin` as whole and moves it into place in one step."""
-        write_marker(out, point.point_id, process, status=status, reason=reason, wall_s=wall_s)
+        write_marker(
+            out, self._made_as, point.point_id, process,
+            status=status, reason=reason, wall_s=wall_s,
+        )  # fmt: skip
         target = self.path / "points" / folder_name(point, process)
+        if os.path.lexists(target) and self.marker(point, process) is None:
+            self.notes.append(
+                f"{target}: damaged meanwhile; it is now {set_aside(self.path, target)}"
+            )
         if target.exists():
             stale = out.with_name(f".old-{target.name}")
             target.rename(stale)
@@ -162,47 +156,68 @@ def _open(results_dir: Path, plan: Plan, resume: str) -> RunFolder:
         return create(results_dir, plan)
     if resume != "auto":
         return _reopen_named(results_dir, plan, resume)
-    for _, path in sorted(_same_plan(results_dir, plan), reverse=True):
+    notes: list[str] = []
+    for stored, path in _same_plan(results_dir, plan, notes):
         try:
-            lock = _try_lock(path)
-        except OSError:
-            continue  # another user's
-        if lock is None:
-            continue
-        if not (path / "finished.json").exists():  # asked after locking: it may just have ended
-            return RunFolder(path, plan, lock, continued=True)
-        os.close(lock)
-    return create(results_dir, plan)
+            lock = try_lock(path)
+            if lock is None:
+                continue
+            if not is_finished(path):  # asked after locking: it may just have ended
+                run = RunFolder(path, plan, lock, stored.get("run_id", path.name))
+                break
+            os.close(lock)
+        except OSError as error:
+            notes.append(f"{path}: of this plan, but it cannot be continued ({error.strerror})")
+    else:
+        run = create(results_dir, plan)
+    run.notes[:0] = notes
+    return run
 
 
 def create(results_dir: Path, plan: Plan) -> RunFolder:
     """A new run folder that no other process can have."""
     results_dir.mkdir(parents=True, exist_ok=True)
-    experiment = re.sub(r"[^A-Za-z0-9_.]+", "-", plan.experiment)
     while True:
         time = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        path = results_dir / f"{experiment}-{time}-{secrets.token_hex(3)}"
+        path = results_dir / f"{_prefix(plan)}-{time}-{secrets.token_hex(3)}"
         try:
             path.mkdir()
             break
         except FileExistsError:
             continue
-    lock = _try_lock(path)
-    assert lock is not None, "a folder made a moment ago is locked"
+    lock = None
     try:
+        lock = try_lock(path)
+        assert lock is not None, "a folder made a moment ago is locked"
         (path / "points").mkdir()
         (path / "logs").mkdir()
-        write_json(path / "plan.json", {"created_at": now(), **plan.as_dict()})
+        written = {"created_at": now(), "run_id": path.name, **plan.as_dict()}
+        write_json(path / "plan.json", written)
     except OSError:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
         raise
-    return RunFolder(path, plan, lock, continued=False)
+    return RunFolder(path, plan, lock)
+
+
+def _prefix(plan: Plan) -> str:
+    """How the names of the experiment's runs begin."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", plan.experiment)
 
 
 def folder_name(point: Point, process: int) -> str:
     """Name of the folder of a point as measured by its n-th fresh engine."""
     return point.point_id if process == 0 else f"{point.point_id}-{process}"
+
+
+def folder_names(plan: Plan) -> list[str]:
+    """Of every point and fresh engine of the plan."""
+    return [
+        folder_name(point, process)
+        for point in plan.points
+        for process in range(int(point.cfg["measure"]["n_process"]))
+    ]
 
 
 def _reopen_named(results_dir: Path, plan: Plan, name: str) -> RunFolder:
@@ -222,11 +237,12 @@ def _reopen_named(results_dir: Path, plan: Plan, name: str) -> RunFolder:
         raise SettingsError(
             f"resume={name}: that run is of another plan: {_what_differs(stored, plan)}"
         )
-    lock = _try_lock(path)
+    lock = try_lock(path)
     if lock is None:
         raise SettingsError(f"resume={name}: another process is running it")
+    run = RunFolder(path, plan, lock, stored.get("run_id", path.name))
     (path / "finished.json").unlink(missing_ok=True)
-    return RunFolder(path, plan, lock, continued=True)
+    return run
 
 
 def _what_differs(stored: dict[str, Any], plan: Plan) -> str:
@@ -243,11 +259,19 @@ def _what_differs(stored: dict[str, Any], plan: Plan) -> str:
     )
 
 
-def _same_plan(results_dir: Path, plan: Plan) -> list[tuple[str, Path]]:
-    """(time of creation, folder) of the runs with the plan's key; what is no run is passed over."""
-    folders = [file.parent for file in results_dir.glob("*/plan.json")]
-    plans = [(folder, _read_plan(folder)) for folder in folders]
-    return [(p["created_at"], folder) for folder, p in plans if p and p["key"] == plan.key]
+def _same_plan(
+    results_dir: Path, plan: Plan, notes: list[str]
+) -> list[tuple[dict[str, Any], Path]]:
+    """(plan.json, folder) of the runs with the plan's key, the newest first; what is no run is
+    passed over, and named in the notes where it has the name of one of this experiment."""
+    found = []
+    for file in sorted(results_dir.glob("*/plan.json")):
+        stored = _read_plan(file.parent)
+        if stored is None and file.parent.name.startswith(f"{_prefix(plan)}-"):
+            notes.append(f"{file} cannot be read, so nothing in its folder is used")
+        if stored is not None and stored["key"] == plan.key:
+            found.append((stored, file.parent))
+    return sorted(found, key=lambda one: (one[0]["created_at"], one[1]), reverse=True)
 
 
 def _read_plan(folder: Path) -> dict[str, Any] | None:
@@ -260,14 +284,3 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return stored if whole else None
-
-
-def _try_lock(path: Path) -> int | None:
-    """A file descriptor that holds the folder's lock, or None if another process does."""
-    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor

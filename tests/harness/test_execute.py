@@ -17,8 +17,9 @@ from rich.console import Console
 from harness import execute, runs
 from harness.execute import Execution, units
 from harness.plan import Plan, Point
-from harness.runs import RunFolder, StorageError, open_run
+from harness.runs import RunFolder, open_run
 from harness.session import Outcome
+from harness.storage import StorageError
 from harness.worker import Functions
 from tests.support.plans import plan, sweep
 
@@ -120,7 +121,6 @@ def test_starts_are_the_distinct_engines_for_axes_in_any_order(
     ]
     assert all(s.ended == "closed" and len(s.measured) == 2 for s in sessions)
     assert run.counts() == {"ok": 8, "skipped": 8}
-    assert (run.path / "finished.json").is_file()
 
 
 def test_a_failing_point_costs_no_other_points_rows(
@@ -256,7 +256,7 @@ def test_a_full_disk_loses_nothing_that_is_finished(
             patch.setattr(runs, "write_marker", unless_third(runs.write_marker))
         else:
             patch.setitem(globals(), "write_status", full)
-        with pytest.raises(StorageError, match="cannot be written: No space left on device; when"):
+        with pytest.raises(StorageError, match="cannot be written: No space left .*; make room on"):
             go(run, console)
     assert [s.ended for s in sessions] == ["killed"]
     assert statuses(run) == ["ok", "ok", *[None] * 6]
