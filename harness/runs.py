@@ -94,7 +94,7 @@ class RunFolder:
         target = self.path / "points" / folder_name(point, process)
         if os.path.lexists(target) and self.marker(point, process) is None:
             self.notes.append(
-                f"{target}: damaged meanwhile; it is now {set_aside(self.path, target)}"
+                f"{target}: not as this run wrote it; it is now {set_aside(self.path, target)}"
             )
         if target.exists():
             stale = out.with_name(f".old-{target.name}")

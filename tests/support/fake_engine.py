@@ -99,8 +99,6 @@ def measure(
     progress: Callable[[str], None],
     process: int = 0,
 ) -> FakeOutcome:
-    from harness.store import write_point
-
     record("measured", f"{point.index} {process} {os.getpid()}")
     progress("warmup 1")
     what = behaviour(f"p{point.index}")
@@ -108,6 +106,14 @@ def measure(
     act(what)
     (out_dir / "half-written").unlink()
     status = what or "ok"
+    write_tables(point, out_dir, status, process)
+    return FakeOutcome(status)
+
+
+def write_tables(point: Point, out_dir: Path, status: str, process: int = 0) -> None:
+    """One row of points and one figure, both made up."""
+    from harness.store import write_point
+
     key = {"run_id": out_dir.parent.parent.name, "point_id": point.point_id, "process": process}
     row = {**key, **point.axes, "index": point.index, "repeat": 0, "status": status,
            "requested": json.dumps(point.cfg)}  # fmt: skip
@@ -118,7 +124,6 @@ def measure(
         for name, one in (("points", row), ("metrics", figure))
     }
     write_point(out_dir, tables)
-    return FakeOutcome(status)
 
 
 def alive(pid: int) -> bool:
