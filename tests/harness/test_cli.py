@@ -10,74 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness import __main__ as entry
-from harness.models import TINY
-from tests.support.fake_engine import alive, behave, recorded, wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
-FAKE = "import sys; from tests.support.fake_engine import main; sys.exit(main(sys.argv[1:]))"
-SECRET = "hf_thisIsNobodysBusiness"
-
-
-class Cli:
-    """`python -m harness ...` with the fake engine, eight points on two engines."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.results = folder / "runs"
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps({"model_type": "qwen3", **TINY}))
-        self.arguments = ["tp=1,2", "batch=1,2,4,8", f"results_dir={self.results}",
-                          f"model.path={model}", "model.load_format=dummy"]  # fmt: skip
-
-    def start(self, *further: str, before: str = "") -> subprocess.Popen[str]:
-        """`before`: a statement that the process runs first."""
-        env = {**os.environ, "FAKE_ENGINE": str(self.folder), "HF_TOKEN": SECRET}
-        return subprocess.Popen(
-            [sys.executable, "-c", before + FAKE, *self.arguments, *further],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, *further: str) -> tuple[int, dict[str, Any], str]:
-        """-> exit status, the last line of stdout as JSON, stderr."""
-        with self.start(*further) as process:
-            out, err = process.communicate(timeout=120)
-        return process.returncode, json.loads(out.splitlines()[-1]), err
-
-    def measured(self) -> list[int]:
-        return [int(line.split()[0]) for line in recorded("measured", self.folder)]
-
-    def living(self) -> list[int]:
-        return [pid for pid in map(int, recorded("processes", self.folder)) if alive(pid)]
-
-    def wait_for_point(self, index: int) -> None:
-        assert wait_until(lambda: index in self.measured(), 90)
+from tests.support.cli import ROOT, SECRET, Cli, points
+from tests.support.fake_engine import behave, recorded, wait_until
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     return Cli(tmp_path)
-
-
-def points(run: str) -> dict[int, dict[str, Any]]:
-    """point.json by the index of the point in plan.json."""
-    plan = json.loads((Path(run) / "plan.json").read_text())
-    found = {}
-    for point in plan["points"]:
-        file = Path(run) / "points" / point["point_id"] / "point.json"
-        if file.is_file():
-            found[point["index"]] = json.loads(file.read_text())
-    return found
 
 
 def test_failing_points_leave_rows_and_the_status_says_so(cli: Cli) -> None:

@@ -19,16 +19,18 @@ SECRET = "hf_thisIsNobodysBusiness"
 
 
 class Cli:
-    """`python -m harness ...` with the fake engine, eight points on two engines."""
+    """`python -m harness ...` with the fake engine, eight points on two engines unless told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *further: str) -> None:
+        """`further`: settings of every command, besides the two axes or in their place."""
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         self.results = folder / "runs"
         model = folder / "model"
         model.mkdir()
         (model / "config.json").write_text(json.dumps({"model_type": "qwen3", **TINY}))
         self.arguments = ["tp=1,2", "batch=1,2,4,8", f"results_dir={self.results}",
-                          f"model.path={model}", "model.load_format=dummy"]  # fmt: skip
+                          f"model.path={model}", "model.load_format=dummy", *further]  # fmt: skip
 
     def start(self, *further: str, before: str = "") -> subprocess.Popen[str]:
         """`before`: a statement that the process runs first."""
@@ -54,6 +56,18 @@ class Cli:
 
     def living(self) -> list[int]:
         return [pid for pid in map(int, recorded("processes", self.folder)) if alive(pid)]
+
+    def left(self) -> list[int]:
+        """Every process that was started with this folder, by whomever, and runs."""
+        mine = f"FAKE_ENGINE={self.folder}".encode()
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mine in file.read_bytes().split(b"\0"):
+                    found.append(int(file.parent.name))
+            except OSError:  # it has ended, or is another user's
+                continue
+        return [pid for pid in found if alive(pid)]
 
     def wait_for_point(self, index: int) -> None:
         assert wait_until(lambda: index in self.measured(), 90)

@@ -26,6 +26,7 @@ class DirectSession:
     def measure(self, point: Point, process: int, out_dir: Path, timeout_s: float) -> Outcome:
         fake_engine.write_tables(point, out_dir, "ok", process)
         self.measured.append(point.index)
+        fake_engine.record("measured", str(point.index))
         return Outcome("ok", has_tables=True, engine_alive=True)
 
     def close(self) -> None: ...
