@@ -8,40 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import schema
+from harness.arrow import StoreError as StoreError
+from harness.arrow import arrow_schema, check_version, damaged, pandas_type
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
 TableData = Mapping[str, Any]  # column name -> list or array of values, all of one length
-
-
-class StoreError(ValueError):
-    """A table that the catalogue does not allow, or a folder that cannot be read."""
-
-
-def arrow_schema(table: str) -> pa.Schema:
-    """The catalogue's table as a pyarrow schema; units and meanings are field metadata."""
-    import pyarrow as pa
-
-    types = {
-        "string": pa.string(),
-        "int": pa.int64(),
-        "float": pa.float64(),
-        "bool": pa.bool_(),
-        "time": pa.timestamp("us", tz="UTC"),
-    }
-    fields = [
-        pa.field(
-            c.name,
-            types[c.dtype],
-            nullable=not c.required,
-            metadata={"unit": c.unit, "meaning": c.meaning},
-        )
-        for c in schema.TABLES[table]
-    ]
-    version = {"schema": f"rangefinder.{table}", "schema_version": str(schema.SCHEMA_VERSION)}
-    return pa.schema(fields, metadata=version)
 
 
 def to_arrow(table: str, data: TableData | pd.DataFrame) -> pa.Table:
@@ -167,20 +141,62 @@ class Results:
         for path in self.files(name):
             try:
                 with pq.ParquetFile(path) as file:
-                    _check_version(path, file.schema_arrow.metadata)
+                    check_version(path, file.schema_arrow.metadata)
                     there = set(file.schema_arrow.names)
                     read = [f.name for f in fields if f.name in there or not f.nullable]
                     parts.append(file.read(columns=read).select(read))
             except (OSError, pa.ArrowException, KeyError) as error:
-                raise StoreError(
-                    f"{path} is damaged ({' '.join(str(error).split())}); resume={self.run_dir} "
-                    "beside the settings of the run measures its point again"
-                ) from error
+                raise damaged(path, self.run_dir, error) from error
         # The catalogue's own fields stand first, so that every column is there and in order.
         merged = pa.concat_tables([fields.empty_table(), *parts], promote_options="permissive")
-        frame = merged.to_pandas(types_mapper=_pandas_type)
+        frame = merged.to_pandas(types_mapper=pandas_type)
         frame.attrs["units"] = {c: unit for c, unit in units(name).items() if c in frame}
         return frame
+
+    def scan(
+        self, name: str, columns: Sequence[str], where: Mapping[str, Any] | None = None
+    ) -> pd.DataFrame:
+        """Some columns of some rows, of a table that may be larger than memory: other columns,
+        other rows and the files of other points are not read. Text is categorical.
+
+            results.scan("collectives", ["site", "tp", "latency_us"], {"phase": "decode", "tp": 2})
+
+        Args:
+            columns: of the table, or of `points` where they are one value for all repeats of a
+                point (tp, batch, model, ...).
+            where: column -> the value of the rows that are kept, or a list of values; None: null.
+
+        Raises:
+            KeyError: no such table or column.
+            StoreError: a damaged file, or one of another schema version.
+        """
+        from harness.scan import scan
+
+        return scan(self, name, columns, where or {})
+
+    def quantiles(
+        self,
+        name: str,
+        value: str,
+        by: Sequence[str],
+        q: Sequence[float] = (0.5,),
+        where: Mapping[str, Any] | None = None,
+    ) -> pd.DataFrame:
+        """Exact quantiles of one column for each combination of `by`; columns as for `scan`.
+
+            results.quantiles("collectives", "latency_us", by=["site", "tp", "mode"])
+
+        -> a row a combination, in order: `by`, n (values that are not null), p50 or what `q` asks
+        for (shares from 0 to 1; between two values linearly, as pandas does). In memory are the
+        values of the one column, 8 bytes each, and one file's rows at a time.
+
+        Raises:
+            KeyError, StoreError: as for `scan`.
+            ValueError: a share outside of 0 to 1, a column without numbers.
+        """
+        from harness.scan import quantiles
+
+        return quantiles(self, name, value, by, q, where or {})
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *schema.TABLES]
@@ -273,19 +289,3 @@ def load(
 def opened(run: str | Path | Results) -> Results:
     """Tables that are open already, or those of a run's folder."""
     return run if isinstance(run, Results) else load(run)
-
-
-def _check_version(path: Path, metadata: Mapping[bytes, bytes] | None) -> None:
-    found = (metadata or {}).get(b"schema_version", b"none").decode()
-    if found != str(schema.SCHEMA_VERSION):
-        raise StoreError(
-            f"{path}: schema version {found}, this harness reads {schema.SCHEMA_VERSION}; read it "
-            "with the version that wrote it"
-        )
-
-
-def _pandas_type(kind: pa.DataType) -> Any:
-    import pandas as pd
-    import pyarrow as pa
-
-    return {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}.get(kind)
