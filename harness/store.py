@@ -127,12 +127,7 @@ class Results:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if name not in self._tables:
-            raise KeyError(f"table {name!r} was not loaded: choose one of {self._tables}")
-        if not self.folders():
-            raise StoreError(
-                f"{self.run_dir} holds no run: neither it nor a folder in it has points/"
-            )
+        self._check_loaded(name)
         wanted = list(columns if columns is not None else (self._columns or ()))
         wanted = [schema.column(name, c).name for c in wanted]
         wanted = wanted or [c.name for c in schema.TABLES[name]]
@@ -172,6 +167,7 @@ class Results:
         """
         from harness.scan import scan
 
+        self._check_loaded(name)
         return scan(self, name, columns, where or {})
 
     def quantiles(
@@ -196,7 +192,16 @@ class Results:
         """
         from harness.scan import quantiles
 
+        self._check_loaded(name)
         return quantiles(self, name, value, by, q, where or {})
+
+    def _check_loaded(self, name: str) -> None:
+        if name not in self._tables:
+            raise KeyError(f"table {name!r} was not loaded: choose one of {self._tables}")
+        if not self.folders():
+            raise StoreError(
+                f"{self.run_dir} holds no run: neither it nor a folder in it has points/"
+            )
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *schema.TABLES]

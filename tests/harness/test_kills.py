@@ -16,7 +16,7 @@ import pytest
 
 from harness.schema import TABLES
 from harness.store import load
-from tests.support.cli import ROOT, Cli
+from tests.support.cli import REAL, ROOT, Cli
 from tests.support.fake_engine import recorded, wait_until
 
 SWEEPS = int(os.environ.get("RANGEFINDER_KILLS", "0"))
@@ -155,3 +155,21 @@ def test_the_engine_alone(tmp_path: Path, undisturbed: tuple[dict[str, Any], str
     assert sorted(cli.measured()) == sorted([*range(24), 8])
     assert tables(the_run(tmp_path)) == expected
     assert cli.left() == []
+
+
+def test_ranks_end_though_command_and_engine_are_killed_at_once(tmp_path: Path) -> None:
+    """The real engine on two ranks, in the middle of a point: nobody is left to end the ranks."""
+    cli = Cli(tmp_path, "tp=2", "batch=1", "device=cpu", "measure.min_repeats=1000000",
+              "measure.max_repeats=1000000", "measure.wall_limit_s=600",
+              "engine.threads_per_rank=1", "workload.prompt_tokens=8")  # fmt: skip
+    with cli.start(program=REAL) as process:
+        assert wait_until(lambda: any(tmp_path.glob("runs/*/points/.tmp-*")), 120)
+        time.sleep(1)
+        others = [pid for pid in cli.left() if pid != process.pid]
+        (engine,) = (pid for pid in others if os.getpgid(pid) == pid)
+        assert sum(os.getpgid(pid) == engine for pid in others) >= 3, "the engine and two ranks"
+        os.kill(engine, signal.SIGSTOP)  # so that it cannot end its ranks when its parent goes
+        process.kill()
+        os.kill(engine, signal.SIGKILL)
+        process.communicate()
+    assert wait_until(lambda: not cli.left(), 10), cli.left()

@@ -168,6 +168,8 @@ def test_what_has_no_quantile(results: Results) -> None:
         results.quantiles("collectives", "site", ["tp"])
     with pytest.raises(ValueError, match=r"quantile 50: give shares from 0 to 1"):
         results.quantiles("collectives", "latency_us", ["tp"], q=[50])
+    with pytest.raises(KeyError, match="table 'collective' was not loaded: choose one of"):
+        results.quantiles("collective", "latency_us", ["tp"])
     with pytest.raises(StoreError, match=r"where step='x': the column holds int"):
         results.quantiles("collectives", "latency_us", ["tp"], where={"step": "x"})
 
@@ -175,8 +177,8 @@ def test_what_has_no_quantile(results: Results) -> None:
 def test_no_rows_are_an_empty_table(results: Results) -> None:
     found = results.quantiles("collectives", "latency_us", ["tp"], where={"site": "nowhere"})
     assert found.empty and list(found.columns) == ["tp", "n", "p50"]
-    found = results.scan("ranges", ["name", "tp"])
-    assert found.empty and list(found.columns) == ["name", "tp"]
+    found = results.scan("ranges", ["message", "tp"])
+    assert found.empty and list(found.columns) == ["message", "tp"]
 
 
 def test_damage_and_other_versions_are_named(tmp_path: Path) -> None:

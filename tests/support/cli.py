@@ -14,6 +14,7 @@ from tests.support.fake_engine import alive, recorded, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = "import sys; from tests.support.fake_engine import main; sys.exit(main(sys.argv[1:]))"
+REAL = "import sys; from harness.__main__ import main; sys.exit(main(sys.argv[1:]))"
 SECRET = "hf_thisIsNobodysBusiness"
 """A token in the environment of every command, which no file may hold."""
 
@@ -32,11 +33,11 @@ class Cli:
         self.arguments = ["tp=1,2", "batch=1,2,4,8", f"results_dir={self.results}",
                           f"model.path={model}", "model.load_format=dummy", *further]  # fmt: skip
 
-    def start(self, *further: str, before: str = "") -> subprocess.Popen[str]:
-        """`before`: a statement that the process runs first."""
+    def start(self, *further: str, before: str = "", program: str = FAKE) -> subprocess.Popen[str]:
+        """`before`: a statement that the process runs first; `program`: FAKE or REAL engine."""
         env = {**os.environ, "FAKE_ENGINE": str(self.folder), "HF_TOKEN": SECRET}
         return subprocess.Popen(
-            [sys.executable, "-c", before + FAKE, *self.arguments, *further],
+            [sys.executable, "-c", before + program, *self.arguments, *further],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
