@@ -40,11 +40,11 @@ def arrow_schema(table: str) -> pa.Schema:
     return pa.schema(fields, metadata=version)
 
 
-def damaged(path: Path, run_dir: Path, error: Exception) -> StoreError:
-    """What is said of a file that cannot be read."""
+def damaged(path: Path, error: Exception) -> StoreError:
+    """What is said of a table that cannot be read."""
     return StoreError(
-        f"{path} is damaged ({' '.join(str(error).split())}); resume={run_dir} beside the settings "
-        "of the run measures its point again"
+        f"{path} is damaged ({' '.join(str(error).split())}); resume={path.parents[2]} beside the "
+        "settings of the run measures its point again"
     )
 
 

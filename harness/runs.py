@@ -45,13 +45,14 @@ class RunFolder:
         notes: what was found that is not as it should be, and what became of it; a line each.
     """
 
-    def __init__(self, path: Path, plan: Plan, lock: int, made_as: str | None = None) -> None:
-        """`made_as`: the name under which a continued run was made."""
+    def __init__(self, path: Path, plan: Plan, lock: int, continued: bool) -> None:
         self.path = path
         self.plan = plan
-        self.continued = made_as is not None
+        self.continued = continued
         self.notes: list[str] = []
-        self._made_as = made_as or path.name
+        self._made_as = path.name
+        if continued and (stored := _read_plan(path)):
+            self._made_as = stored.get("run_id", path.name)  # it may have been renamed
         self._lock: int | None = lock
         self._lost: set[str] = set()
         if self.continued:
@@ -157,13 +158,13 @@ def _open(results_dir: Path, plan: Plan, resume: str) -> RunFolder:
     if resume != "auto":
         return _reopen_named(results_dir, plan, resume)
     notes: list[str] = []
-    for stored, path in _same_plan(results_dir, plan, notes):
+    for _, path in sorted(_same_plan(results_dir, plan, notes), reverse=True):
         try:
             lock = try_lock(path)
             if lock is None:
                 continue
             if not is_finished(path):  # asked after locking: it may just have ended
-                run = RunFolder(path, plan, lock, stored.get("run_id", path.name))
+                run = RunFolder(path, plan, lock, continued=True)
                 break
             os.close(lock)
         except OSError as error:
@@ -198,7 +199,7 @@ def create(results_dir: Path, plan: Plan) -> RunFolder:
         if lock is not None:
             os.close(lock)
         raise
-    return RunFolder(path, plan, lock)
+    return RunFolder(path, plan, lock, continued=False)
 
 
 def _prefix(plan: Plan) -> str:
@@ -240,7 +241,7 @@ def _reopen_named(results_dir: Path, plan: Plan, name: str) -> RunFolder:
     lock = try_lock(path)
     if lock is None:
         raise SettingsError(f"resume={name}: another process is running it")
-    run = RunFolder(path, plan, lock, stored.get("run_id", path.name))
+    run = RunFolder(path, plan, lock, continued=True)
     (path / "finished.json").unlink(missing_ok=True)
     return run
 
@@ -259,19 +260,17 @@ def _what_differs(stored: dict[str, Any], plan: Plan) -> str:
     )
 
 
-def _same_plan(
-    results_dir: Path, plan: Plan, notes: list[str]
-) -> list[tuple[dict[str, Any], Path]]:
-    """(plan.json, folder) of the runs with the plan's key, the newest first; what is no run is
-    passed over, and named in the notes where it has the name of one of this experiment."""
+def _same_plan(results_dir: Path, plan: Plan, notes: list[str]) -> list[tuple[str, Path]]:
+    """(time of creation, folder) of the runs with the plan's key; what is no run is passed over,
+    and named in the notes where it has the name of a run of this experiment."""
     found = []
     for file in sorted(results_dir.glob("*/plan.json")):
         stored = _read_plan(file.parent)
         if stored is None and file.parent.name.startswith(f"{_prefix(plan)}-"):
             notes.append(f"{file} cannot be read, so nothing in its folder is used")
         if stored is not None and stored["key"] == plan.key:
-            found.append((stored, file.parent))
-    return sorted(found, key=lambda one: (one[0]["created_at"], one[1]), reverse=True)
+            found.append((stored["created_at"], file.parent))
+    return found
 
 
 def _read_plan(folder: Path) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def _parts(
                 schema=asked, columns=[n for n in columns if n in own], filter=condition
             )
         except (OSError, pa.ArrowException) as error:
-            raise damaged(path, results.run_dir, error) from error
+            raise damaged(path, error) from error
         for place, name in enumerate(columns):
             if name not in own:
                 field = fields.field(name)

@@ -55,7 +55,7 @@ def check_room(path: Path, reason: str | None) -> None:
     said = _FULL_WORDS.search(reason or "")
     if said is not None:
         number = next(number for number in _FULL if os.strerror(number) == said[0])
-        raise StorageError(f"{path} cannot take further points: {reason}; {remedy(number)}")
+        raise StorageError(f"{path} cannot be written: {reason}; {remedy(number)}")
 
 
 def try_lock(folder: Path) -> int | None:

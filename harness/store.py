@@ -141,7 +141,7 @@ class Results:
                     read = [f.name for f in fields if f.name in there or not f.nullable]
                     parts.append(file.read(columns=read).select(read))
             except (OSError, pa.ArrowException, KeyError) as error:
-                raise damaged(path, self.run_dir, error) from error
+                raise damaged(path, error) from error
         # The catalogue's own fields stand first, so that every column is there and in order.
         merged = pa.concat_tables([fields.empty_table(), *parts], promote_options="permissive")
         frame = merged.to_pandas(types_mapper=pandas_type)

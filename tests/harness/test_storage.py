@@ -83,7 +83,7 @@ def test_a_point_that_failed_for_want_of_room_ends_the_sweep(
     with monkeypatch.context() as patch:
         patch.setattr(DirectSession, where, full)
         with pytest.raises(
-            StorageError, match=rf"{run.path} cannot take further .*{number}.*, then"
+            StorageError, match=rf"{run.path} cannot be written: .*{number}.*, then"
         ):
             go(run)
     ended = {"ok": 1, "error": 1} if where == "measure" else {"error": 1}
