@@ -1,4 +1,4 @@
-"""What a run's folder holds besides finished points when it is continued: removed or set aside."""
+"""What a run that is continued holds besides finished points: removed or set aside."""
 
 from __future__ import annotations
 

@@ -48,10 +48,11 @@ def test_every_way_gives_the_same_medians(script: ModuleType, run: Path) -> None
         assert {tuple(row[:3]): tuple(row[3:]) for row in found} == expected, way
 
 
-def test_the_pruned_question_is_of_its_rows_alone(script: ModuleType, run: Path) -> None:
-    script.write_made(run, 9, ROWS)  # of TP 2 and mode graph
-    frame = pd.read_parquet(run / "points" / f"{9:012x}" / "collectives.parquet")
+def test_the_pruned_question_is_of_its_rows_alone(script: ModuleType, tmp_path: Path) -> None:
+    for index in (0, 9):  # TP 2 both, mode eager and graph
+        script.write_made(tmp_path, index, ROWS)
+    frame = pd.read_parquet(tmp_path / "points" / f"{9:012x}" / "collectives.parquet")
     frame = frame[frame["phase"] == "decode"].groupby("site")["latency_us"].agg(["size", "median"])
-    found = script.WAYS["pruned"][1](run).set_index("site")
+    found = script.WAYS["pruned"][1](tmp_path).set_index("site")
     assert found["n"].to_dict() == frame["size"].to_dict()
     assert found["p50"].to_dict() == frame["median"].to_dict()
