@@ -1,4 +1,4 @@
-"""Tables of any size: the rows and columns that a question needs, read a point's file at a time."""
+"""Tables of any size: the rows and columns that a question needs, one file at a time."""
 
 from __future__ import annotations
 
