@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -12,7 +13,7 @@ from harness.marker import DamagedError, check_marker
 from harness.storage import set_aside
 
 _HALF_WRITTEN = re.compile(r"\.(tmp|old)-.")
-NSYS = "-nsys"
+_PROFILE = "-nsys"
 """How the folder of a point's profile ends; it stands beside those of points."""
 
 
@@ -38,7 +39,7 @@ def tidy(run: Path, names: Collection[str], run_id: str) -> list[str]:
 
     for name in ("points", "logs", "cache"):
         folder = run / name
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        if os.path.lexists(folder) and not folder.is_dir():
             aside(folder, "no folder")
     shutil.rmtree(run / "cache", ignore_errors=True)
     for name in ("points", "logs"):
@@ -46,7 +47,7 @@ def tidy(run: Path, names: Collection[str], run_id: str) -> list[str]:
     if (run / "finished.json").exists() and not is_finished(run):
         aside(run / "finished.json", "it cannot be read")
 
-    profiles = {name + NSYS for name in names}
+    profiles = {name + _PROFILE for name in names}
     for path in sorted((run / "points").iterdir()):
         if _HALF_WRITTEN.match(path.name):
             _remove(path)
@@ -82,7 +83,9 @@ def is_finished(run: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
+    """As far as it can: an engine that is about to end with its command may still write there, and
+    what stays is seen by nobody and removed the next time."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)

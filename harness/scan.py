@@ -105,6 +105,8 @@ def _parts(
     form = ds.ParquetFileFormat(read_options=ds.ParquetReadOptions(dictionary_columns=text))
     for path in results.files(table):
         of_this = settings.get(path.parent.name.partition("-")[0], {})
+        if of_point and not of_this:
+            raise StoreError(f"{path}: the table of points has no row of its point")
         if not all(_kept(of_this[name], where[name]) for name in of_point if name in where):
             continue
         try:

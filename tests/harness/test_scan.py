@@ -187,6 +187,11 @@ def test_damage_and_other_versions_are_named(tmp_path: Path) -> None:
                "world": 2, "mode": "eager", "latency_us": 1.0}  # fmt: skip
         write(tmp_path, {"collectives": [row]}, index=index)
     file = load(tmp_path).files("collectives")[1]
+    points = (file.with_name("points.parquet"), file.with_name("points"))
+    points[0].rename(points[1])
+    with pytest.raises(StoreError, match=r"-0/collectives.parquet: the table of points has no row"):
+        load(tmp_path).scan("collectives", ["latency_us"], {"tp": 2})
+    points[1].rename(points[0])
     table = pq.read_table(file)
     wanted = ["floor_us", "latency_us"]
     pq.write_table(table.drop_columns(["floor_us"]), file)
