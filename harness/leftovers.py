@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from harness.marker import DamagedError, check_marker
+from harness.marker import DamagedError, Marker, check_marker
 from harness.storage import set_aside
 
 _HALF_WRITTEN = re.compile(r"\.(tmp|old)-.")
@@ -56,21 +56,27 @@ def tidy(run: Path, names: Collection[str], run_id: str) -> list[str]:
             continue
         elif path.name not in names:
             aside(path, "no point of this plan")
-        elif (why := what_is_wrong(path, run_id)) is not None:
-            aside(path, f"{why}, so it is measured again")
+        else:
+            try:
+                own_marker(path, run_id)
+            except DamagedError as error:
+                aside(path, f"{error}, so it is measured again")
     return notes
 
 
-def what_is_wrong(folder: Path, run_id: str) -> str | None:
-    """Why a folder below `points/` is not the finished point that its name says, or None."""
-    try:
-        marker = check_marker(folder)
-    except DamagedError as error:
-        return str(error)
+def own_marker(folder: Path, run_id: str) -> Marker:
+    """The marker of the finished point that the folder's name says, of this run.
+
+    Raises:
+        DamagedError: there is none; the text says what there is.
+    """
+    marker = check_marker(folder)
     if marker.run_id != run_id:
-        return f"it is of the run {marker.run_id}"
+        raise DamagedError(f"it is of the run {marker.run_id}")
     name = marker.point_id + (f"-{marker.process}" if marker.process else "")
-    return None if name == folder.name else f"it is of the point {name}"
+    if name != folder.name:
+        raise DamagedError(f"it is of the point {name}")
+    return marker
 
 
 def is_finished(run: Path) -> bool:

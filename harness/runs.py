@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import SettingsError
-from harness.leftovers import is_finished, tidy, what_is_wrong
+from harness.leftovers import is_finished, own_marker, tidy
 from harness.marker import (
+    DamagedError,
     Marker,
     now,
     read_marker,
@@ -64,8 +65,10 @@ class RunFolder:
 
     def marker(self, point: Point, process: int = 0) -> Marker | None:
         """How the point ended, or None if it has not, or if what it left is damaged or foreign."""
-        folder = self.path / "points" / folder_name(point, process)
-        return None if what_is_wrong(folder, self._made_as) else read_marker(folder)
+        try:
+            return own_marker(self.path / "points" / folder_name(point, process), self._made_as)
+        except DamagedError:
+            return None
 
     def begin(self, point: Point, process: int = 0) -> Path:
         """An empty folder for the point's tables; a reader of the run does not see it."""
