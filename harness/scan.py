@@ -31,6 +31,8 @@ def scan(results: Results, table: str, columns: Sequence[str], where: Where) -> 
     frame: pd.DataFrame = whole.unify_dictionaries().to_pandas(
         types_mapper=pandas_type, split_blocks=True
     )
+    units = {name: _column(table, name).unit for name in frame}
+    frame.attrs["units"] = {name: unit for name, unit in units.items() if unit}
     return frame
 
 

@@ -109,6 +109,7 @@ def test_text_is_categorical_and_numbers_are_as_in_a_table(results: Results) -> 
         "site": "category", "model": "category", "tp": "Int64", "step": "Int64",
         "latency_us": "float64",
     }  # fmt: skip
+    assert found.attrs["units"] == {"latency_us": "us"}
     assert set(found["site"].cat.categories) == set(SITES)
     grouped = found.groupby(["site", "tp"], observed=True)["latency_us"].median()
     medians = results.quantiles("collectives", "latency_us", ["site", "tp"])
