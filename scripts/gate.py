@@ -1,12 +1,12 @@
 """Judges this tree's benchmarks against its parent commit's, or against a baseline of this machine.
 
     python scripts/gate.py [--base REV] [OPTIONS] [-- PYTEST ARGUMENTS]
-    python scripts/gate.py --baseline FILE [OPTIONS] [-- PYTEST ARGUMENTS]
+    python scripts/gate.py --baseline FILE [--record] [OPTIONS] [-- PYTEST ARGUMENTS]
 
 Runs tests/benchmarks in fresh processes, by turns here and in a work tree of the base (the parent
-commit, or HEAD where files are changed), and judges the ratio of each benchmark. What cannot be
-compared is recorded and not judged. Exit status 0: nothing is slower; 1: something is; 2: this
-tree's benchmarks failed, or measured nothing.
+commit; HEAD where files are changed), and judges the ratio of each benchmark. What has nothing to
+be compared with is recorded and not judged. Exit status 0: nothing is slower; 1: something is; 2:
+this tree's benchmarks failed, or none was measured.
 """
 
 from __future__ import annotations
@@ -19,128 +19,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness.console import markdown_table  # noqa: E402
-from harness.hardware import gpus  # noqa: E402
-from harness.verdict import Judgement, Repeats, Verdict, judge  # noqa: E402
+from harness import gate, hardware  # noqa: E402
+from harness.gate import NOT_JUDGED, GateError, Side  # noqa: E402
 
 SUITE = "tests/benchmarks"
-FASTEST = 5
-"""Rounds of a process that count, of which a verdict takes the median: what else runs on the
-machine only ever adds time."""
-MIN_PROCESSES = 4
-"""Of a side; with fewer nothing is said of how processes differ."""
-NOT_JUDGED = "recorded, not judged"
 
 
-class GateError(Exception):
-    """Benchmarks that could not be measured."""
-
-
-@dataclass
-class Sample:
-    """One benchmark on one side: what it measures, and the fastest rounds (s) of each process."""
-
-    workload: str
-    processes: list[list[float]] = field(default_factory=list)
-
-    def repeats(self) -> Repeats:
-        return Repeats(tuple(map(tuple, self.processes)), "s")
-
-
-@dataclass
-class Side:
-    """What was measured of one tree. `machine`: fingerprint of machine and versions."""
-
-    samples: dict[str, Sample] = field(default_factory=dict)
-    machine: str = ""
-
-    def add(self, report: dict[str, Any]) -> None:
-        """Adds one process, as pytest-benchmark reported it.
-
-        Raises:
-            GateError: it measured nothing.
-        """
-        if not report["benchmarks"]:
-            raise GateError("no benchmark was measured")
-        self.machine = report["machine_info"]["fingerprint"]
-        for one in report["benchmarks"]:
-            sample = self.samples.setdefault(one["fullname"], Sample(one["extra_info"]["workload"]))
-            sample.processes.append(sorted(one["stats"]["data"])[:FASTEST])
-
-
-@dataclass(frozen=True)
-class Line:
-    """A benchmark's verdict; without a judgement `note` says why there is none."""
-
-    name: str
-    note: str = ""
-    judgement: Judgement | None = None
-
-    @property
-    def slower(self) -> bool:
-        return self.judgement is not None and self.judgement.verdict is Verdict.SLOWER
-
-    @property
-    def open(self) -> bool:
-        """Whether more processes could change what is said."""
-        verdict = None if self.judgement is None else self.judgement.verdict
-        return verdict in (Verdict.SLOWER, Verdict.AMBIGUOUS)
-
-
-def judged(base: Side, head: Side, floor: float) -> list[Line]:
-    """A line for each benchmark of either side, in the order of the head's."""
-    lines = []
-    for name, sample in head.samples.items():
-        before = base.samples.get(name)
-        if before is None:
-            lines.append(Line(name, f"{NOT_JUDGED}: the base has no such benchmark"))
-        elif before.workload != sample.workload:
-            lines.append(Line(name, f"{NOT_JUDGED}: the file that defines it was changed"))
-        elif (fewest := min(len(before.processes), len(sample.processes))) < MIN_PROCESSES:
-            why = f"{fewest} processes a side, {MIN_PROCESSES} are needed"
-            lines.append(Line(name, f"{NOT_JUDGED}: {why}"))
-        else:
-            lines.append(Line(name, "", judge(before.repeats(), sample.repeats(), "lower", floor)))
-    lines += [Line(n, "gone: the base alone has it") for n in base.samples if n not in head.samples]
-    return lines
-
-
-def table(lines: Sequence[Line], head: Side) -> str:
-    rows = []
-    for line in lines:
-        found, sample = line.judgement, head.samples.get(line.name)
-        best = min(map(min, sample.processes)) if sample else None
-        rows.append(
-            [
-                line.name.removeprefix(f"{SUITE}/"),
-                "-" if best is None else f"{best * 1e6:,.0f}",
-                f"{found.ratio:.3f}" if found and found.ratio else "-",
-                f"{found.ratio_lo:.3f} to {found.ratio_hi:.3f}"
-                if found and found.ratio_lo
-                else "-",
-                "-" if found is None else str(found.verdict),
-                line.note if found is None else found.reason,
-            ]
-        )
-    return markdown_table(["benchmark", "best us", "ratio", "95 %", "verdict", "reason"], rows)
-
-
-# -- measuring ------------------------------------------------------------------------------------
+def default_timer() -> str:
+    """CPU time of the process, which others on the machine do not add to; with a GPU, whose work is
+    no CPU time, the wall clock."""
+    return "time.perf_counter" if hardware.gpus() else "time.process_time"
 
 
 def measure(tree: Path, timer: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs the suite of a tree once in a fresh process; -> pytest-benchmark's report.
+    """Runs benchmarks of a tree in a fresh process; -> pytest-benchmark's report.
 
     Raises:
-        GateError: a benchmark failed, or none was measured.
+        GateError: one failed, or none was measured.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
@@ -161,95 +64,184 @@ def measure(tree: Path, timer: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Gate:
-    """Two trees that are measured by turns.
+    """Benchmarks of two trees, measured by turns.
 
     Args:
-        base, head: the trees; base None: there is nothing to compare with.
-        floor: the smallest slow-down that counts, as a fraction.
+        tree: the head's; base_tree: None where there is none, or the base is a file's.
         seconds: no further turn begins after as long, but to confirm a slow-down.
         arguments: for pytest, on both sides; planted: on the head's alone.
+
+    Attributes:
+        base, head: what was measured.
+        obstacle: why the base could not be measured.
     """
 
-    base: Path | None
-    head: Path
+    tree: Path
+    base_tree: Path | None
     timer: str
-    floor: float
-    seconds: float
+    floor: float = gate.FLOOR
+    seconds: float = 1e9
     arguments: Sequence[str] = ()
     planted: Sequence[str] = ()
+    base: Side = field(default_factory=Side)
+    head: Side = field(default_factory=Side)
+    obstacle: str = ""
 
-    def run(self, rounds: int) -> tuple[Side, Side, str]:
-        """Up to `rounds` turns of everything, then as many of what is not settled.
-
-        Returns base, head, and what kept the base from being measured.
+    def run(self, rounds: int) -> None:
+        """`rounds` turns of everything, then as many of what is not settled.
 
         Raises:
             GateError: the head failed.
         """
-        base, head, obstacle = Side(), Side(), ""
-        begin, names = time.monotonic(), [SUITE]
-        for stage in range(2):
+        begin = time.monotonic()
+        names = [SUITE]
+        for again in (False, True):
             for turn in range(rounds):
                 late = time.monotonic() - begin > self.seconds
-                if late and (stage == 0 and turn or stage == 1 and not self._alarm(base, head)):
+                if (late and turn and not again) or (late and again and not self.alarm):
                     break
-                # A B, B A, ...: a machine that drifts does so for both alike.
-                for side in (base, head) if turn % 2 == 0 else (head, base):
-                    if side is head:
-                        head.add(
-                            measure(self.head, self.timer, [*names, *self.arguments, *self.planted])
-                        )
-                    elif self.base is not None and not obstacle:
-                        try:
-                            base.add(measure(self.base, self.timer, [*names, *self.arguments]))
-                        except GateError as error:
-                            obstacle = f"the base's benchmarks failed: {error}"
-            names = [line.name for line in judged(base, head, self.floor) if line.open]
+                if self.obstacle and turn:  # nothing to be compared with
+                    break
+                self._turn(names, turn)
+            names = [line.name for line in self.lines() if not line.settled]
             if not names:
-                break
-        return base, head, obstacle
+                return
 
-    def _alarm(self, base: Side, head: Side) -> bool:
-        return any(line.slower for line in judged(base, head, self.floor))
+    def _turn(self, names: Sequence[str], turn: int) -> None:
+        """A B, B A, A B, ..: a machine that drifts does so for both alike."""
+        sides = [self._measure_base, self._measure_head]
+        for side in sides if turn % 2 == 0 else reversed(sides):
+            side([*names, *self.arguments])
+
+    def _measure_head(self, arguments: list[str]) -> None:
+        self.head.add(measure(self.tree, self.timer, [*arguments, *self.planted]))
+
+    def _measure_base(self, arguments: list[str]) -> None:
+        if self.base_tree is None or self.obstacle:
+            return
+        try:
+            self.base.add(measure(self.base_tree, self.timer, arguments))
+        except GateError as error:
+            self.obstacle = f"the base's benchmarks failed: {error}"
+
+    def lines(self) -> list[gate.Line]:
+        return gate.judged(self.base, self.head, self.floor)
+
+    @property
+    def alarm(self) -> bool:
+        return any(line.slower for line in self.lines())
 
 
 # -- what to compare with -------------------------------------------------------------------------
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git prints; GateError where it fails or is not there."""
+    """What git prints.
+
+    Raises:
+        GateError: it fails, or is not there.
+    """
     command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except OSError as error:
         raise GateError(f"git: {error}") from error
     except subprocess.CalledProcessError as error:
-        raise GateError(f"git {' '.join(arguments)}: {error.stderr.strip()}") from error
+        raise GateError(f"git {arguments[0]}: {error.stderr.strip()}") from error
     return done.stdout.strip()
 
 
+def find_base(root: Path, asked: str | None) -> str:
+    """The commit to compare with: the one asked for, else HEAD where tracked files are changed,
+    else HEAD's first parent.
+
+    Raises:
+        GateError: there is none.
+    """
+    if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+        raise GateError("this tree is no git work tree of its own")
+    if asked is None:
+        asked = "HEAD" if git(root, "status", "--porcelain", "-uno") else "HEAD^"
+    try:
+        return git(root, "rev-parse", "--verify", "--quiet", f"{asked}^{{commit}}")
+    except GateError:
+        why = "a first commit, or a shallow clone: fetch one commit more"
+        raise GateError(f"{asked} is not here ({why})") from None
+
+
 @contextmanager
-def work_tree(root: Path, base: str | None) -> Iterator[tuple[Path | None, str]]:
-    """(A work tree of the base, its commit), or (None, why there is none)."""
+def work_tree(root: Path, commit: str) -> Iterator[Path]:
+    """A work tree of the commit, removed at the end.
+
+    Raises:
+        GateError: git cannot make one.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        tree = Path(scratch) / "base"
+        tree = Path(scratch) / commit[:10]
+        git(root, "worktree", "add", "--detach", "--quiet", str(tree), commit)
         try:
-            if base is None:
-                changed = git(root, "status", "--porcelain", "--untracked-files=no")
-                base = "HEAD" if changed else "HEAD^"
-            try:
-                commit = git(root, "rev-parse", "--verify", f"{base}^{{commit}}")
-            except GateError:
-                shallow = "fetch two commits for a shallow clone, none is needed for a first commit"
-                raise GateError(f"no commit {base} here ({shallow})") from None
-            git(root, "worktree", "add", "--detach", "--quiet", str(tree), commit)
-        except GateError as error:
-            yield None, str(error)
-            return
-        try:
-            if (tree / SUITE).is_dir():
-                yield tree, commit
-            else:
-                yield None, f"{base} ({commit[:10]}) has no {SUITE}"
+            yield tree
         finally:
             git(root, "worktree", "remove", "--force", str(tree))
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def against_parent(options: argparse.Namespace) -> Gate:
+    found = Gate(
+        ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
+        options.arguments,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        try:
+            commit = find_base(ROOT, options.base)
+            tree = stack.enter_context(work_tree(ROOT, commit))
+            if not (tree / SUITE).is_dir():
+                raise GateError(f"the base {commit[:10]} has no {SUITE}")
+            found.base_tree = tree
+        except GateError as error:
+            found.obstacle = str(error)
+        found.run(options.rounds)
+    return found
+
+
+def against_baseline(options: argparse.Namespace) -> Gate:
+    path, machine = options.baseline, gate.machine_key()
+    known = None if options.record else gate.read_baseline(path, machine)
+    found = Gate(
+        ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
+        options.arguments, base=known or Side(),
+    )  # fmt: skip
+    found.run(options.rounds)
+    if known is None:
+        found.obstacle = f"{path} had nothing of this machine ({machine})"
+    kept = {line.name: found.base.samples[line.name] for line in found.lines() if line.judgement}
+    gate.write_baseline(path, machine, Side({**found.head.samples, **kept}), hardware.git()["sha"])
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Judges this tree's benchmarks against its base.")
+    parser.add_argument("--base", metavar="REV", help="compare with this commit")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with a file instead")
+    parser.add_argument("--record", action="store_true", help="with --baseline: replace it")
+    parser.add_argument("--rounds", type=int, default=5, help="processes a side")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no turn after as long")
+    parser.add_argument("--floor", type=float, default=gate.FLOOR, help="slow-down that counts")
+    parser.add_argument("--timer", help="time.process_time or time.perf_counter")
+    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
+    options = parser.parse_args(argv)
+    try:
+        found = against_baseline(options) if options.baseline else against_parent(options)
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(gate.table(found.lines(), found.head))
+    if found.obstacle:
+        print(f"\n{NOT_JUDGED}: {found.obstacle}")
+    return int(found.alarm)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -64,18 +64,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pytest_benchmark_update_machine_info(
-    config: pytest.Config, machine_info: dict[str, Any]
-) -> None:
-    """Adds what two results must have in common to be compared: see scripts/gate.py."""
-    from harness.fingerprint import digest
-    from harness.hardware import capture
-
-    found = capture()
-    versions = {name: found["versions"][name] for name in ("python", "torch", "numpy")}
-    machine_info["fingerprint"] = digest([found["fingerprint"], versions])
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A run that was asked for benchmarks and measured none has not passed."""
     config = session.config

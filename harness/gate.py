@@ -1,0 +1,168 @@
+"""Benchmarks of two commits, as pytest-benchmark reported them, judged one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.console import markdown_table
+from harness.verdict import Judgement, Repeats, Verdict, judge
+
+FASTEST = 5
+"""Rounds of a process that count, of which a verdict takes the median: what else runs on the
+machine only ever adds time."""
+MIN_PROCESSES = 4
+"""Of a side; fewer say too little of how far processes differ."""
+FLOOR = 0.15
+"""The smallest slow-down that counts, half way from 1 to 1.3 on a logarithmic scale."""
+NOT_JUDGED = "recorded, not judged"
+
+
+class GateError(Exception):
+    """Benchmarks that could not be measured, or have nothing to be compared with."""
+
+
+@dataclass
+class Sample:
+    """One benchmark on one side: a hash of the file that defines it, and the fastest rounds of each
+    process, in seconds."""
+
+    workload: str
+    processes: list[list[float]] = field(default_factory=list)
+
+    @property
+    def best_s(self) -> float:
+        return min(map(min, self.processes))
+
+
+@dataclass
+class Side:
+    """What was measured of one commit, a Sample by the benchmark's name."""
+
+    samples: dict[str, Sample] = field(default_factory=dict)
+
+    def add(self, report: dict[str, Any]) -> None:
+        """Adds one process's report (pytest-benchmark's JSON).
+
+        Raises:
+            GateError: it measured nothing.
+        """
+        if not report["benchmarks"]:
+            raise GateError("no benchmark was measured")
+        for one in report["benchmarks"]:
+            new = Sample(one["extra_info"]["workload"])
+            sample = self.samples.setdefault(one["fullname"], new)
+            sample.processes.append(sorted(one["stats"]["data"])[:FASTEST])
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is said of a benchmark; without a judgement `note` says why there is none."""
+
+    name: str
+    note: str = ""
+    judgement: Judgement | None = None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.judgement is None else self.judgement.verdict
+
+    @property
+    def slower(self) -> bool:
+        return self.verdict is Verdict.SLOWER
+
+    @property
+    def settled(self) -> bool:
+        """Whether more processes are not needed; an alarm must stand with twice as many."""
+        return self.verdict not in (Verdict.SLOWER, Verdict.AMBIGUOUS)
+
+
+def judged(base: Side, head: Side, floor: float = FLOOR) -> list[Line]:
+    """A line for each benchmark of the head, then for those that the base alone has.
+
+    The unit of evidence is the fresh process, as in `verdict.judge`, whose rule this is.
+    """
+    lines = []
+    for name, sample in head.samples.items():
+        before = base.samples.get(name)
+        note = _obstacle(before, sample)
+        if note or before is None:
+            lines.append(Line(name, f"{NOT_JUDGED}: {note}"))
+        else:
+            lines.append(Line(name, "", judge(_repeats(before), _repeats(sample), "lower", floor)))
+    gone = [name for name in base.samples if name not in head.samples]
+    return lines + [Line(name, "gone: the base alone has it") for name in gone]
+
+
+def _obstacle(before: Sample | None, sample: Sample) -> str:
+    if before is None:
+        return "the base has no such benchmark"
+    if before.workload != sample.workload:
+        return "the file that defines it was changed"
+    fewest = min(len(before.processes), len(sample.processes))
+    if fewest < MIN_PROCESSES:
+        return f"{fewest} processes on a side, {MIN_PROCESSES} are needed"
+    return ""
+
+
+def _repeats(sample: Sample) -> Repeats:
+    return Repeats(tuple(map(tuple, sample.processes)), "s")
+
+
+def table(lines: Iterable[Line], head: Side) -> str:
+    """Markdown: a row a benchmark."""
+    rows: list[Sequence[str]] = []
+    for line in lines:
+        sample, found = head.samples.get(line.name), line.judgement
+        ratio = interval = "-"
+        if found is not None and found.ratio is not None:
+            ratio = f"{found.ratio:.3f}"
+        if found is not None and found.ratio_lo is not None:
+            interval = f"{found.ratio_lo:.3f} to {found.ratio_hi:.3f}"
+        best = "-" if sample is None else f"{sample.best_s * 1e6:,.0f}"
+        why = line.note if found is None else found.reason
+        rows.append([line.name, best, ratio, interval, str(line.verdict or "-"), why])
+    return markdown_table(["benchmark", "best us", "ratio", "95 %", "verdict", "reason"], rows)
+
+
+# -- a baseline in a file -------------------------------------------------------------------------
+
+
+def machine_key() -> str:
+    """What two results must have in common to be compared: the machine's fingerprint (CPU, cores,
+    memory, GPUs and driver, operating system) and the versions of Python, torch and numpy."""
+    from harness.fingerprint import digest
+    from harness.hardware import capture
+
+    found = capture()
+    versions = {name: found["versions"][name] for name in ("python", "torch", "numpy")}
+    return digest([found["fingerprint"], versions])
+
+
+def read_baseline(path: Path, machine: str) -> Side | None:
+    """What the file holds of this machine; None if nothing, or if there is no file.
+
+    Raises:
+        GateError: a file that no baseline was written to.
+    """
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8")).get(machine)
+        if entry is None:
+            return None
+        return Side({name: Sample(**sample) for name, sample in entry["benchmarks"].items()})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise GateError(f"{path} is no baseline ({error}): give another file") from error
+
+
+def write_baseline(path: Path, machine: str, side: Side, commit: str | None) -> None:
+    """Puts what was measured in the place of this machine's entry; those of others stay."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    samples = {name: asdict(sample) for name, sample in side.samples.items()}
+    kept[machine] = {"commit": commit, "benchmarks": samples}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
