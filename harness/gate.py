@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harness.console import markdown_table
-from harness.verdict import Judgement, Repeats, Verdict, judge
+from harness.variance import t_quantile
+from harness.verdict import BAND, CLAIM, Judgement, Repeats, Verdict, judge
 
 FASTEST = 5
-"""Rounds of a process that count, of which a verdict takes the median: what else runs on the
-machine only ever adds time."""
+"""Rounds of a process that count where no pairs can be made, of which a verdict takes the median:
+what else runs on the machine only ever adds time."""
 MIN_PROCESSES = 4
 """Of a side; fewer say too little of how far processes differ."""
 FLOOR = 0.15
@@ -27,8 +31,8 @@ class GateError(Exception):
 
 @dataclass
 class Sample:
-    """One benchmark on one side: a hash of the file that defines it, and the fastest rounds of each
-    process, in seconds."""
+    """One benchmark on one side: a hash of the file that defines it, and the rounds of each process
+    in seconds, as they followed one another."""
 
     workload: str
     processes: list[list[float]] = field(default_factory=list)
@@ -55,7 +59,7 @@ class Side:
         for one in report["benchmarks"]:
             new = Sample(one["extra_info"]["workload"])
             sample = self.samples.setdefault(one["fullname"], new)
-            sample.processes.append(sorted(one["stats"]["data"])[:FASTEST])
+            sample.processes.append(one["stats"]["data"])
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,13 @@ class Line:
         return self.verdict not in (Verdict.SLOWER, Verdict.AMBIGUOUS)
 
 
-def judged(base: Side, head: Side, floor: float = FLOOR) -> list[Line]:
+def judged(base: Side, head: Side, floor: float = FLOOR, paired: bool = True) -> list[Line]:
     """A line for each benchmark of the head, then for those that the base alone has.
 
-    The unit of evidence is the fresh process, as in `verdict.judge`, whose rule this is.
+    Args:
+        paired: the n-th processes of both sides ran at the same time and took turns round by round,
+            so that what disturbed one disturbed the other. Else both sides are judged as
+            `verdict.judge` does with fresh engines.
     """
     lines = []
     for name, sample in head.samples.items():
@@ -91,10 +98,41 @@ def judged(base: Side, head: Side, floor: float = FLOOR) -> list[Line]:
         note = _obstacle(before, sample)
         if note or before is None:
             lines.append(Line(name, f"{NOT_JUDGED}: {note}"))
+        elif paired:
+            lines.append(Line(name, "", judge_pairs(before, sample, floor)))
         else:
-            lines.append(Line(name, "", judge(_repeats(before), _repeats(sample), "lower", floor)))
+            found = judge(_repeats(before), _repeats(sample), "lower", floor)
+            lines.append(Line(name, "", found))
     gone = [name for name in base.samples if name not in head.samples]
     return lines + [Line(name, "gone: the base alone has it") for name in gone]
+
+
+def judge_pairs(base: Sample, head: Sample, floor: float) -> Judgement:
+    """The rule of `verdict.judge` for pairs: each pair of processes gives one ratio, the median over
+    rounds that followed one another; Student's t over their logarithms gives its intervals.
+
+    FASTER, SLOWER: the 99 % interval leaves out 1, and the ratio is beyond the floor. SAME: the
+    95 % interval lies within the floor. Else AMBIGUOUS.
+    """
+    logs = np.array(
+        [
+            np.median([math.log(after / before) for before, after in zip(*pair, strict=False)])
+            for pair in zip(base.processes, head.processes, strict=False)
+        ]
+    )
+    mean, error = float(logs.mean()), float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    claim, band = (t_quantile(level, len(logs) - 1) * error for level in (CLAIM, BAND))
+    ratio, lo, hi = (math.exp(mean + by) for by in (0.0, -band, band))
+    effect, limit = math.expm1(abs(mean)), f"the floor of {floor:.0%}"
+    if abs(mean) > claim and effect > floor:
+        verdict = Verdict.SLOWER if mean > 0 else Verdict.FASTER
+        reason = f"99 % interval of the ratio without 1, and a factor beyond {limit}"
+    elif max(hi, 1 / lo) - 1 < floor:
+        verdict, reason = Verdict.SAME, f"95 % interval of the ratio within {limit}"
+    else:
+        verdict = Verdict.AMBIGUOUS
+        reason = f"the ratio's interval leaves {limit}, and {len(logs)} pairs do not tell more"
+    return Judgement(verdict, reason, ratio, lo, hi, floor)
 
 
 def _obstacle(before: Sample | None, sample: Sample) -> str:
@@ -109,7 +147,7 @@ def _obstacle(before: Sample | None, sample: Sample) -> str:
 
 
 def _repeats(sample: Sample) -> Repeats:
-    return Repeats(tuple(map(tuple, sample.processes)), "s")
+    return Repeats(tuple(tuple(sorted(rounds)[:FASTEST]) for rounds in sample.processes), "s")
 
 
 def table(lines: Iterable[Line], head: Side) -> str:

@@ -3,17 +3,19 @@
     python scripts/gate.py [--base REV] [OPTIONS] [-- PYTEST ARGUMENTS]
     python scripts/gate.py --baseline FILE [--record] [OPTIONS] [-- PYTEST ARGUMENTS]
 
-Runs tests/benchmarks in fresh processes, by turns here and in a work tree of the base (the parent
-commit; HEAD where files are changed), and judges the ratio of each benchmark. What has nothing to
-be compared with is recorded and not judged. Exit status 0: nothing is slower; 1: something is; 2:
+Runs tests/benchmarks in fresh processes, two at a time that take turns round by round: one here,
+one in a work tree of the base (the parent commit; HEAD where files are changed). Judges the ratio
+of each benchmark; what has nothing to be compared with is recorded and not judged. Exit status 0: nothing is slower; 1: something is; 2:
 this tree's benchmarks failed, or none was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,26 +41,82 @@ def default_timer() -> str:
     return "time.perf_counter" if hardware.gpus() else "time.process_time"
 
 
-def measure(tree: Path, timer: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs benchmarks of a tree in a fresh process; -> pytest-benchmark's report.
+def take_turns(ends: Sequence[socket.socket]) -> None:
+    """Lets two processes (base, head; tests/support/turns.py) run one round at a time: A B, B A,
+    A B, .., so that a machine that drifts does so for both alike. Whoever is not in a round waits.
+    Returns when both have ended."""
+    files = [end.makefile("rb") for end in ends]
+    waiting: dict[int, bytes] = {}
+    seen: tuple[set[bytes], set[bytes]] = (set(), set())
 
-    Raises:
-        GateError: one failed, or none was measured.
-    """
+    def listen(side: int) -> None:
+        """To a process that runs, until it is ready for a round or has ended."""
+        waiting.pop(side, None)
+        if line := files[side].readline():
+            waiting[side] = line
+            seen[side].add(line)
+
+    def grant(side: int) -> None:
+        ends[side].sendall(b".")
+        listen(side)
+
+    listen(0)
+    listen(1)
+    for turn in itertools.count():
+        if len(waiting) < 2:
+            break
+        if waiting[0] == waiting[1]:
+            grant(turn % 2)
+            if 1 - turn % 2 in waiting:
+                grant(1 - turn % 2)
+        else:  # one has a benchmark that the other has not: let it catch up
+            grant(0 if waiting[0] in seen[1] else 1)
+    while waiting:
+        grant(min(waiting))
+
+
+def measure(
+    trees: Sequence[Path], timer: str, arguments: Sequence[Sequence[str]]
+) -> list[dict[str, Any] | GateError]:
+    """Runs benchmarks of one or two trees, each in a fresh process with its pytest arguments, two of
+    them by turns; -> pytest-benchmark's report of each, or why there is none."""
+    # One thread: a second one would wait for a core that other work has.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
+    ends = []
     with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.json"
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
-            "--benchmark-enable", "--benchmark-only", "--benchmark-disable-gc", "--show-capture=no",
-            f"--benchmark-timer={timer}", f"--benchmark-json={report}", *arguments,
-        ]  # fmt: skip
-        # One thread: a second one would wait for a core that other work has.
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            said = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
-            raise GateError(f"pytest ended with status {done.returncode} in {tree}\n{said}")
-        found: dict[str, Any] = json.loads(report.read_text())
+        for place, (tree, own) in enumerate(zip(trees, arguments, strict=True)):
+            report, said = (Path(scratch) / f"{place}.{name}" for name in ("json", "txt"))
+            command = [
+                sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
+                "--benchmark-enable", "--benchmark-only", "--benchmark-disable-gc",
+                "--show-capture=no", f"--benchmark-timer={timer}", f"--benchmark-json={report}",
+                *own,
+            ]  # fmt: skip
+            passed: list[int] = []
+            if len(trees) == 2:
+                here, there = socket.socketpair()
+                ends.append(here)
+                passed.append(there.fileno())
+                command.append(f"--turns={there.fileno()}")
+            with said.open("wb") as file:
+                process = subprocess.Popen(
+                    command, cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, stdout=file,
+                    stderr=subprocess.STDOUT, pass_fds=passed,
+                )  # fmt: skip
+            if passed:
+                there.close()
+            running.append((process, report, said))
+        if ends:
+            take_turns(ends)
+        found: list[dict[str, Any] | GateError] = []
+        for (process, report, said), tree in zip(running, trees, strict=True):
+            if process.wait() == 0:
+                found.append(json.loads(report.read_text()))
+            else:
+                lines = said.read_text(errors="replace").splitlines()[-30:]
+                why = f"pytest ended with status {process.returncode} in {tree}"
+                found.append(GateError("\n".join([why, *lines])))
         return found
 
 
@@ -73,7 +131,7 @@ class Gate:
 
     Attributes:
         base, head: what was measured.
-        obstacle: why the base could not be measured.
+        obstacle: why there is no base.
     """
 
     tree: Path
@@ -87,8 +145,8 @@ class Gate:
     head: Side = field(default_factory=Side)
     obstacle: str = ""
 
-    def run(self, rounds: int) -> None:
-        """`rounds` turns of everything, then as many of what is not settled.
+    def run(self, processes: int) -> None:
+        """As many processes a side, then as many again of what is not settled.
 
         Raises:
             GateError: the head failed.
@@ -96,36 +154,35 @@ class Gate:
         begin = time.monotonic()
         names = [SUITE]
         for again in (False, True):
-            for turn in range(rounds):
+            for count in range(processes):
                 late = time.monotonic() - begin > self.seconds
-                if (late and turn and not again) or (late and again and not self.alarm):
+                if late and (not self.alarm if again else count):
                     break
-                if self.obstacle and turn:  # nothing to be compared with
-                    break
-                self._turn(names, turn)
+                self._measure([*names, *self.arguments])
+                if self.obstacle:  # nothing to be compared with
+                    return
             names = [line.name for line in self.lines() if not line.settled]
             if not names:
                 return
 
-    def _turn(self, names: Sequence[str], turn: int) -> None:
-        """A B, B A, A B, ..: a machine that drifts does so for both alike."""
-        sides = [self._measure_base, self._measure_head]
-        for side in sides if turn % 2 == 0 else reversed(sides):
-            side([*names, *self.arguments])
-
-    def _measure_head(self, arguments: list[str]) -> None:
-        self.head.add(measure(self.tree, self.timer, [*arguments, *self.planted]))
-
-    def _measure_base(self, arguments: list[str]) -> None:
-        if self.base_tree is None or self.obstacle:
-            return
-        try:
-            self.base.add(measure(self.base_tree, self.timer, arguments))
-        except GateError as error:
-            self.obstacle = f"the base's benchmarks failed: {error}"
+    def _measure(self, arguments: list[str]) -> None:
+        own = [*arguments, *self.planted]
+        if self.base_tree is None:
+            found = measure([self.tree], self.timer, [own])
+        else:
+            found = measure([self.base_tree, self.tree], self.timer, [arguments, own])
+        *before, head = found
+        if isinstance(head, GateError):
+            raise head
+        self.head.add(head)
+        for base in before:
+            if isinstance(base, GateError):
+                self.obstacle = f"the base's benchmarks failed: {base}"
+            else:
+                self.base.add(base)
 
     def lines(self) -> list[gate.Line]:
-        return gate.judged(self.base, self.head, self.floor)
+        return gate.judged(self.base, self.head, self.floor, paired=self.base_tree is not None)
 
     @property
     def alarm(self) -> bool:
@@ -202,7 +259,8 @@ def against_parent(options: argparse.Namespace) -> Gate:
             found.base_tree = tree
         except GateError as error:
             found.obstacle = str(error)
-        found.run(options.rounds)
+        # Without a base it ends after one process.
+        found.run(options.processes)
     return found
 
 
@@ -213,7 +271,7 @@ def against_baseline(options: argparse.Namespace) -> Gate:
         ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
         options.arguments, base=known or Side(),
     )  # fmt: skip
-    found.run(options.rounds)
+    found.run(options.processes)
     if known is None:
         found.obstacle = f"{path} had nothing of this machine ({machine})"
     kept = {line.name: found.base.samples[line.name] for line in found.lines() if line.judgement}
@@ -226,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", metavar="REV", help="compare with this commit")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with a file instead")
     parser.add_argument("--record", action="store_true", help="with --baseline: replace it")
-    parser.add_argument("--rounds", type=int, default=5, help="processes a side")
+    parser.add_argument("--processes", type=int, default=5, help="of each side")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no turn after as long")
     parser.add_argument("--floor", type=float, default=gate.FLOOR, help="slow-down that counts")
     parser.add_argument("--timer", help="time.process_time or time.perf_counter")

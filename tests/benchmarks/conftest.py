@@ -16,8 +16,10 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tests.support.measuring import Measure, planted, slowed, synchronized
+from tests.support.turns import Turns
 
 MEASURED = pytest.StashKey[int]()
+TURNS = pytest.StashKey[Turns | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +31,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="make the benchmark NAME (all: every one) take FACTOR times its time, by waiting "
         "behind each round; shows that a gate finds it",
     )
+    parser.addoption(
+        "--turns",
+        type=int,
+        metavar="FD",
+        help="of scripts/gate.py: begin each round when this socket says so",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    descriptor = config.getoption("--turns", default=None)
+    config.stash[TURNS] = None if descriptor is None else Turns(descriptor)
 
 
 @pytest.fixture
@@ -37,6 +50,7 @@ def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Meas
     given, is called before each round, untimed, and returns the function's arguments."""
     config = request.config
     factor = planted(config.getoption("--plant", default=[]), benchmark.name)
+    turns = config.stash.get(TURNS, None)
     timer = resolve_name(config.getoption("benchmark_timer"))
     # What two commits must have in common to be compared: the file that says what is measured.
     source = request.path.read_bytes()
@@ -45,9 +59,13 @@ def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Meas
     def run(
         function: Callable[..., Any], setup: Callable[[], Any] | None = None, rounds: int = 20
     ) -> Any:
+        def prepare() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if turns is not None:
+                turns.wait(request.node.nodeid)
+            return None if setup is None else ((setup(),), {})
+
         target = slowed(synchronized(function), factor, timer)
-        arguments = None if setup is None else lambda: ((setup(),), {})
-        result = benchmark.pedantic(target, setup=arguments, rounds=rounds, warmup_rounds=1)
+        result = benchmark.pedantic(target, setup=prepare, rounds=rounds, warmup_rounds=1)
         if benchmark.enabled:
             config.stash[MEASURED] = config.stash.get(MEASURED, 0) + 1
         return result
