@@ -71,6 +71,11 @@ class Line:
     judgement: Judgement | None = None
 
     @property
+    def bare(self) -> str:
+        """The name without its file."""
+        return self.name.rpartition("::")[2]
+
+    @property
     def verdict(self) -> Verdict | None:
         return None if self.judgement is None else self.judgement.verdict
 
@@ -108,8 +113,8 @@ def judged(base: Side, head: Side, floor: float = FLOOR, paired: bool = True) ->
 
 
 def judge_pairs(base: Sample, head: Sample, floor: float) -> Judgement:
-    """The rule of `verdict.judge` for pairs: each pair of processes gives one ratio, the median over
-    rounds that followed one another; Student's t over their logarithms gives its intervals.
+    """The rule of `verdict.judge` for pairs: each pair of processes gives one ratio, the median
+    over rounds that followed one another; Student's t over their logarithms gives its intervals.
 
     FASTER, SLOWER: the 99 % interval leaves out 1, and the ratio is beyond the floor. SAME: the
     95 % interval lies within the floor. Else AMBIGUOUS.
@@ -162,7 +167,7 @@ def table(lines: Iterable[Line], head: Side) -> str:
             interval = f"{found.ratio_lo:.3f} to {found.ratio_hi:.3f}"
         best = "-" if sample is None else f"{sample.best_s * 1e6:,.0f}"
         why = line.note if found is None else found.reason
-        rows.append([line.name, best, ratio, interval, str(line.verdict or "-"), why])
+        rows.append([line.bare, best, ratio, interval, str(line.verdict or "-"), why])
     return markdown_table(["benchmark", "best us", "ratio", "95 %", "verdict", "reason"], rows)
 
 

@@ -5,8 +5,8 @@
 
 Runs tests/benchmarks in fresh processes, two at a time that take turns round by round: one here,
 one in a work tree of the base (the parent commit; HEAD where files are changed). Judges the ratio
-of each benchmark; what has nothing to be compared with is recorded and not judged. Exit status 0: nothing is slower; 1: something is; 2:
-this tree's benchmarks failed, or none was measured.
+of each benchmark; what has nothing to be compared with is recorded and not judged. Exit status 0:
+nothing is slower; 1: something is; 2: this tree's benchmarks failed, or none was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -78,8 +79,8 @@ def take_turns(ends: Sequence[socket.socket]) -> None:
 def measure(
     trees: Sequence[Path], timer: str, arguments: Sequence[Sequence[str]]
 ) -> list[dict[str, Any] | GateError]:
-    """Runs benchmarks of one or two trees, each in a fresh process with its pytest arguments, two of
-    them by turns; -> pytest-benchmark's report of each, or why there is none."""
+    """Runs benchmarks of one or two trees, each in a fresh process with its pytest arguments, two
+    by turns; -> pytest-benchmark's report of each, or why there is none."""
     # One thread: a second one would wait for a core that other work has.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
@@ -89,6 +90,7 @@ def measure(
             report, said = (Path(scratch) / f"{place}.{name}" for name in ("json", "txt"))
             command = [
                 sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
+                "-p", "no:hypothesispytest",  # a second less to start
                 "--benchmark-enable", "--benchmark-only", "--benchmark-disable-gc",
                 "--show-capture=no", f"--benchmark-timer={timer}", f"--benchmark-json={report}",
                 *own,
@@ -126,8 +128,9 @@ class Gate:
 
     Args:
         tree: the head's; base_tree: None where there is none, or the base is a file's.
-        seconds: no further turn begins after as long, but to confirm a slow-down.
+        seconds: nothing is measured again after as long, but to confirm a slow-down.
         arguments: for pytest, on both sides; planted: on the head's alone.
+        accepted: benchmarks that may be slower.
 
     Attributes:
         base, head: what was measured.
@@ -141,6 +144,7 @@ class Gate:
     seconds: float = 1e9
     arguments: Sequence[str] = ()
     planted: Sequence[str] = ()
+    accepted: frozenset[str] = frozenset()
     base: Side = field(default_factory=Side)
     head: Side = field(default_factory=Side)
     obstacle: str = ""
@@ -154,9 +158,9 @@ class Gate:
         begin = time.monotonic()
         names = [SUITE]
         for again in (False, True):
-            for count in range(processes):
+            for _ in range(processes):
                 late = time.monotonic() - begin > self.seconds
-                if late and (not self.alarm if again else count):
+                if late and again and not self.alarm:
                     break
                 self._measure([*names, *self.arguments])
                 if self.obstacle:  # nothing to be compared with
@@ -186,7 +190,7 @@ class Gate:
 
     @property
     def alarm(self) -> bool:
-        return any(line.slower for line in self.lines())
+        return any(line.slower for line in self.lines() if line.bare not in self.accepted)
 
 
 # -- what to compare with -------------------------------------------------------------------------
@@ -226,6 +230,11 @@ def find_base(root: Path, asked: str | None) -> str:
         raise GateError(f"{asked} is not here ({why})") from None
 
 
+def accepted(root: Path) -> frozenset[str]:
+    """Benchmarks of which HEAD's message says `Slower: NAME`, each on a line of its own."""
+    return frozenset(re.findall(r"(?m)^Slower: (\S+)", git(root, "log", "-1", "--format=%B")))
+
+
 @contextmanager
 def work_tree(root: Path, commit: str) -> Iterator[Path]:
     """A work tree of the commit, removed at the end.
@@ -253,6 +262,7 @@ def against_parent(options: argparse.Namespace) -> Gate:
     with ExitStack() as stack:
         try:
             commit = find_base(ROOT, options.base)
+            found.accepted = accepted(ROOT)
             tree = stack.enter_context(work_tree(ROOT, commit))
             if not (tree / SUITE).is_dir():
                 raise GateError(f"the base {commit[:10]} has no {SUITE}")
@@ -285,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with a file instead")
     parser.add_argument("--record", action="store_true", help="with --baseline: replace it")
     parser.add_argument("--processes", type=int, default=5, help="of each side")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no turn after as long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="measure nothing again later")
     parser.add_argument("--floor", type=float, default=gate.FLOOR, help="slow-down that counts")
     parser.add_argument("--timer", help="time.process_time or time.perf_counter")
     parser.add_argument("arguments", nargs="*", help="for pytest, after --")
@@ -296,6 +306,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(gate.table(found.lines(), found.head))
+    for name in sorted(found.accepted):
+        print(f"\n{name} may be slower, as the commit's message says")
     if found.obstacle:
         print(f"\n{NOT_JUDGED}: {found.obstacle}")
     return int(found.alarm)

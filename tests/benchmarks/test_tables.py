@@ -52,6 +52,6 @@ def test_store_load(measure: Measure, tmp_path: Path) -> None:
 def test_hydra_composition(measure: Measure) -> None:
     register()
     words = ["+experiment=tp_sweep", "tp=2", "compile=model"]
-    points = measure(lambda: compose(words, conf_folder()), rounds=8)
+    points = measure(lambda: compose(words, conf_folder()), rounds=6)
     asked = [(p["tp"], p["batch"], p["enforce_eager"], p["compile"]) for p in points]
     assert asked == [(2, b, eager, "model") for b in (1, 4, 16) for eager in (True, False)]
