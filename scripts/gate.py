@@ -12,7 +12,6 @@ nothing is slower; 1: something is; 2: this tree's benchmarks failed, or none wa
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -32,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from harness import gate, hardware  # noqa: E402
 from harness.gate import NOT_JUDGED, GateError, Side  # noqa: E402
+from tests.support.turns import take_turns  # noqa: E402
 
 SUITE = "tests/benchmarks"
 
@@ -40,40 +40,6 @@ def default_timer() -> str:
     """CPU time of the process, which others on the machine do not add to; with a GPU, whose work is
     no CPU time, the wall clock."""
     return "time.perf_counter" if hardware.gpus() else "time.process_time"
-
-
-def take_turns(ends: Sequence[socket.socket]) -> None:
-    """Lets two processes (base, head; tests/support/turns.py) run one round at a time: A B, B A,
-    A B, .., so that a machine that drifts does so for both alike. Whoever is not in a round waits.
-    Returns when both have ended."""
-    files = [end.makefile("rb") for end in ends]
-    waiting: dict[int, bytes] = {}
-    seen: tuple[set[bytes], set[bytes]] = (set(), set())
-
-    def listen(side: int) -> None:
-        """To a process that runs, until it is ready for a round or has ended."""
-        waiting.pop(side, None)
-        if line := files[side].readline():
-            waiting[side] = line
-            seen[side].add(line)
-
-    def grant(side: int) -> None:
-        ends[side].sendall(b".")
-        listen(side)
-
-    listen(0)
-    listen(1)
-    for turn in itertools.count():
-        if len(waiting) < 2:
-            break
-        if waiting[0] == waiting[1]:
-            grant(turn % 2)
-            if 1 - turn % 2 in waiting:
-                grant(1 - turn % 2)
-        else:  # one has a benchmark that the other has not: let it catch up
-            grant(0 if waiting[0] in seen[1] else 1)
-    while waiting:
-        grant(min(waiting))
 
 
 def measure(

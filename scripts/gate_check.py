@@ -20,12 +20,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gate import ROOT, Gate, default_timer, git, work_tree  # noqa: E402
+from gate import ROOT, Gate, default_timer, git, work_tree
 
-from harness import hardware  # noqa: E402
-from harness.console import markdown_table  # noqa: E402
-from harness.gate import FLOOR, Line  # noqa: E402
-from harness.verdict import Verdict  # noqa: E402
+from harness import hardware
+from harness.console import markdown_table
+from harness.gate import FLOOR, Line
+from harness.verdict import Verdict
 
 
 @dataclass(frozen=True)
