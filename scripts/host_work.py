@@ -3,9 +3,9 @@
     python scripts/host_work.py [--batches 1 16 256 1024] [--contexts 128 2048 32000] [--rounds 10]
 
 Plans, makes the message to the other ranks, lays out the inputs and books overlapped steps of
-tests/support/host_steps.py. Prints markdown: CPU microseconds a step, the fastest of --rounds rounds
-of 16 steps, in which each sequence fills one page. The block tables are as wide in every row, wide
-enough for the longest context. The last two columns say how it grows.
+tests/support/host_steps.py. Prints markdown: CPU microseconds a step, of the fastest of --rounds
+times 16 steps, in which each sequence fills one page. Block tables are as wide as the longest
+context needs, whatever the context. The last two columns say how the time grows.
 """
 
 from __future__ import annotations
