@@ -33,7 +33,7 @@ TREE_OTHER = {
     "results": "published tables, how to read them and how to submit; runs/ is not kept in git",
     "tests": "mirrors engine/, harness/ and experiments/; gpu/ needs a device",
     "docs": "architecture, one step, verdicts, calibration, experiments, every option and column",
-    "scripts": "generated documentation; the gate; checks of both kinds of verdicts; a trained model",
+    "scripts": "generated documentation; the gate; checks of both verdicts; a trained model",
 }
 
 

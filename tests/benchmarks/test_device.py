@@ -61,7 +61,7 @@ def test_decode_step(
         pytest.skip("compiling takes seconds; tests/engine/test_llm.py tests what comes out")
     shape = ModelShape.from_hf(folder(tmp_path))
     config = EngineConfig(
-        model=str(tmp_path), load_format="dummy", page_size=16, num_pages=512, prefix_cache=False,
+        model=str(tmp_path), load_format="dummy", num_pages=512, prefix_cache=False, overlap=False,
         max_num_seqs=2 * BATCH, max_num_batched_tokens=2 * BATCH * CONTEXT, max_model_len=256,
         threads_per_rank=1, **asked,
     )  # fmt: skip
