@@ -94,7 +94,7 @@ class Gate:
 
     Args:
         tree: the head's; base_tree: None where there is none, or the base is a file's.
-        seconds: nothing is measured again after as long, but to confirm a slow-down.
+        seconds: no process begins after as long, but the first, and those that confirm an alarm.
         arguments: for pytest, on both sides; planted: on the head's alone.
         accepted: benchmarks that may be slower.
 
@@ -124,9 +124,9 @@ class Gate:
         begin = time.monotonic()
         names = [SUITE]
         for again in (False, True):
-            for _ in range(processes):
+            for count in range(processes):
                 late = time.monotonic() - begin > self.seconds
-                if late and again and not self.alarm:
+                if late and (not self.alarm if again else count):
                     break
                 self._measure([*names, *self.arguments])
                 if self.obstacle:  # nothing to be compared with
@@ -261,7 +261,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with a file instead")
     parser.add_argument("--record", action="store_true", help="with --baseline: replace it")
     parser.add_argument("--processes", type=int, default=5, help="of each side")
-    parser.add_argument("--seconds", type=float, default=1e9, help="measure nothing again later")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no process later but for an alarm"
+    )
     parser.add_argument("--floor", type=float, default=gate.FLOOR, help="slow-down that counts")
     parser.add_argument("--timer", help="time.process_time or time.perf_counter")
     parser.add_argument("arguments", nargs="*", help="for pytest, after --")

@@ -184,14 +184,21 @@ def test_a_parent_that_fails_is_no_alarm_and_a_head_that_fails_is(repo: Path, ga
     assert gate() == (2, "error: pytest ended with status 5\n")
 
 
-def test_an_alarm_is_measured_again_and_what_is_settled_is_not(repo: Path, gate: Gate) -> None:
+def test_an_alarm_is_measured_again_and_what_is_settled_is_not(
+    repo: Path, gate: Gate, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(repo, "first", **measured({"test_step": 1.0}))
     commit(repo, "docs")
     gate("--processes=4")
     assert by_hand.calls == 2 * 4  # type: ignore[attr-defined]
     commit(repo, "slow", **measured({"test_step": 1.3}))
-    gate("--processes=4", "--seconds=0")
+    clock = iter(range(100))  # an alarm is confirmed however late it is
+    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
+    assert gate("--processes=4", "--seconds=4.5")[0] == 1
     assert by_hand.calls == 3 * 2 * 4  # type: ignore[attr-defined]
+    status, said = gate("--processes=4", "--seconds=2.5")
+    assert status == 0 and "recorded, not judged: 2 processes on a side, 4 are needed" in said
+    assert by_hand.calls == 3 * 2 * 4 + 2 * 2  # type: ignore[attr-defined]
 
 
 def test_a_baseline_belongs_to_a_machine(
