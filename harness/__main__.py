@@ -23,15 +23,21 @@ MODULES = {
 """Verbs that read the rest of their command line themselves, by `main`."""
 FORMS = ("--markdown", "--csv", "--json", "--repeats")
 """What `collect` prints instead of its table."""
+PYTHONS = ((3, 11), (3, 13))
+"""The oldest and the newest Python; pyproject.toml says the same to installers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (without the program's name) and returns its exit status.
 
-    0: every point ended ok, skipped or contaminated; 1: one did not, or a setting is wrong;
-    2: the command line is empty or not understood; 130: interrupted. `compare` has its own: 1
-    where something is slower, 2 where it refuses.
+    0: every point ended ok, skipped or contaminated; 1: one did not, or a setting is wrong, or
+    this Python is none of PYTHONS; 2: the command line is empty or not understood; 130:
+    interrupted. `compare` has its own: 1 where something is slower, 2 where it refuses.
     """
+    unfit = unfit_python(sys.version_info[:2])
+    if unfit:
+        print(f"error: {unfit}", file=sys.stderr)
+        return 1
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(help_text(conf_folder()))
@@ -74,6 +80,19 @@ def _verb(arguments: list[str]) -> tuple[str, bool]:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z_-]*", word):
         return "run", False
     return arguments.pop(place), True
+
+
+def unfit_python(version: tuple[int, int]) -> str | None:
+    """Why a Python of this (major, minor) cannot run the harness; None if it can. A checkout runs
+    without an installer that would have said so."""
+    oldest, newest = (".".join(map(str, python)) for python in PYTHONS)
+    if PYTHONS[0] <= version <= PYTHONS[1]:
+        return None
+    why = "; Hydra 1.3 fails at its start on 3.14" if version > PYTHONS[1] else ""
+    return (
+        f"Python {version[0]}.{version[1]}: Rangefinder runs on {oldest} to {newest}{why}. Make the "
+        f"environment with one of them: python{newest} -m venv .venv"
+    )
 
 
 def conf_folder() -> Path:

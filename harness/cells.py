@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import as_written
 from harness.figures import FIGURES
 from harness.marker import worst_status
+from harness.pass_plan import NSYS
 from harness.repeats import METRICS
 from harness.report import ALWAYS, AXES, settings
 from harness.verdict import Judgement, Repeats, Verdict, judge
@@ -144,6 +145,9 @@ def _judge(
         for name, (status, reason) in (("A", _status(a)), ("B", _status(b)))
         if status != "ok"
     ]
+    for name, side in (("A", a), ("B", b)):
+        if side["requested"].map(profiled).any():
+            wrong.append(f"{name} ran under nsys")
     if metric == "step_us":
         clocks = [sorted(set(side["step_source"].dropna())) for side in (a, b)]
         if all(clocks) and clocks[0] != clocks[1]:
@@ -154,6 +158,11 @@ def _judge(
     if not wrong:
         return found
     return replace(found, verdict=Verdict.AMBIGUOUS, reason="; ".join(wrong))
+
+
+def profiled(requested: str) -> bool:
+    """Whether a point of this configuration ran under nsys, whose times hold what that costs."""
+    return NSYS in json.loads(requested)["instrument"]
 
 
 def _repeats(side: pd.DataFrame, metric: str) -> Repeats:

@@ -15,7 +15,7 @@ from harness.schema import STATUSES
 
 KEPT = ("ok", "skipped", "contaminated")
 """Statuses that a continued run does not measure again."""
-FAILED = ("error", "oom", "timeout")
+FAILED = ("error", "killed", "oom", "timeout")
 _NAME = "point.json"
 
 

@@ -224,16 +224,11 @@ def remarks(frame: pd.DataFrame) -> list[str]:
     said = []
     busy = int(frame["notes"].fillna("").str.contains(BUSY).sum())
     if busy:
-        said.append(
-            f"{_points(busy)} measured on a busy machine: do not trust times of a CPU there"
-        )
+        were = "1 point was" if busy == 1 else f"{busy} points were"
+        said.append(f"{were} measured on a busy machine: do not trust times of a CPU there")
     if (frame["scaling_reason"] == ARRIVALS).any():
         said.append(f"no scaling efficiency where {ARRIVALS}")
     return said
-
-
-def _points(count: int) -> str:
-    return "1 point was" if count == 1 else f"{count} points were"
 
 
 def _remark(point: pd.Series) -> str:

@@ -12,7 +12,7 @@ from harness.nsys import columns as nsys
 
 SCHEMA_VERSION = 1
 
-STATUSES = ("ok", "predicted", "skipped", "contaminated", "error", "oom", "timeout")
+STATUSES = ("ok", "predicted", "skipped", "contaminated", "error", "killed", "oom", "timeout")
 """From the best to the worst."""
 
 
@@ -43,7 +43,7 @@ _TABLES: dict[str, tuple[str, str]] = {
         + """
 index        int     - place in the order of the run
 experiment   string  - name of the experiment
-status       string! - ok, oom, timeout, error, skipped, contaminated or predicted
+status       string! - ok, oom, timeout, killed, error, skipped, contaminated or predicted
 reason       string  - why the status is not ok
 traceback    string  - of the error, from the rank that failed first
 notes        string  - what a reader must know: shortened requests, instruments left out

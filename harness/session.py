@@ -157,7 +157,7 @@ class Session:
         name = signal.Signals(-code).name
         if name == "SIGKILL" and _kernel_oom_kills() > self._ooms:
             return Outcome("oom", "the kernel killed it: no memory left (SIGKILL)", self._tail())
-        return Outcome("error", f"the engine's process was ended by {name}", self._tail())
+        return Outcome("killed", f"the engine's process was ended by {name}", self._tail())
 
     def _end_group(self) -> int:
         """Ends the child and its ranks, if they have not ended; returns the child's exit code."""

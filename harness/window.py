@@ -106,7 +106,7 @@ def serve(
         arrivals: False sends everything at once whatever the workload says (warm-up).
 
     Raises:
-        MeasurementError: the ranks' step logs differ.
+        MeasurementError: the ranks' step logs differ, or a step ends before it begins.
     """
     prompts = workload.prompts(point_id, pass_name, repeat)
     params = workload.params()
@@ -163,3 +163,10 @@ def _check_steps(window: Window) -> None:
         for name in ("step", "phase", "batch", "tokens"):
             if not np.array_equal(first[name], rows[name]):
                 raise MeasurementError(f"the step logs of rank 0 and rank {rank} differ in {name}")
+        for begin, end in (("begin_ns", "end_ns"), ("wall_begin_ns", "wall_end_ns")):
+            backwards = rows["step"][rows[end] < rows[begin]]
+            if len(backwards):
+                raise MeasurementError(
+                    f"step {backwards[0]} on rank {rank}: {end} lies before {begin}, so that its "
+                    "time would be below zero"
+                )

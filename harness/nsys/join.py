@@ -11,6 +11,7 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from harness.attribution import AttributionError, Joined
 from harness.attribution import join as join_ranks
+from harness.kernels import COMMUNICATION
 from harness.nsys.known import FromExport, Known, Sent, agree
 from harness.nsys.place import REPLAY, JoinError, RankView, place
 from harness.pass_plan import NSYS
@@ -70,6 +71,12 @@ def join(export: Export, known: Known | None = None) -> Profile:
             f"{unknown.sum()} replays left out: no other pass of the run replayed a graph of "
             f"{', '.join(map(str, rows))} rows, which would say what it holds"
         )
+    if len(views) > 1 and not any(rank.calls for rank in ranks):
+        raise JoinError(
+            f"{export.path}: {len(views)} ranks ran steps without one communication kernel (names "
+            f"with {', '.join(COMMUNICATION)}); ranks cannot do without, so this reader does not "
+            "know theirs"
+        )
     left_out = cut | unknown
     if left_out.all():
         raise JoinError(f"{export.path}: no step is left: {'; '.join(notes)}")
@@ -92,12 +99,14 @@ class _Rank:
 
     Attributes:
         unknown: [S] replays of which nothing says what they hold.
+        calls: communication kernels in its steps.
     """
 
     def __init__(self, view: RankView, known: Known, cut: np.ndarray) -> None:
         self.view, self._known = view, known
         self.steps, self._modes = known.steps(view)
         self.unknown = np.zeros(len(self.steps), bool)
+        self.calls = int((view.kernels["communication"] & (view.kernels["step"] >= 0)).sum())
         self._dtypes, self._paths = Names(), Names()
         self._rows: list[tuple[int, ...]] = []
         self._nodes: dict[tuple[int, ...], tuple[int, list[int]]] = {}

@@ -53,6 +53,11 @@ def _with_run(export: Export, run: Path) -> tuple[Profile, FigureRows]:
     if cfg is None:
         raise StoreError(f"{folder}: the plan of {run} has no point {point_id}")
     profile = join(export, FromRun(found, point_id))
+    if len(profile.views) != cfg["tp"]:
+        raise JoinError(
+            f"{export.path}: {len(profile.views)} of {cfg['tp']} ranks opened step ranges (process "
+            f"{', '.join(str(view.pid) for view in profile.views)}); nsys did not record the others"
+        )
     rows = found.collectives
     rows = rows[(rows["point_id"] == point_id) & (rows["pass"] != NSYS)]
     key = {"run_id": run.name, "point_id": point_id, "process": 0}

@@ -25,6 +25,9 @@ from harness.runs import create
 HARNESS = (sys.executable, "-m", "harness")
 SWITCH = "instrument.nsys=true"
 _USABLE = ("ok", "contaminated")
+REPORT_S = 900.0
+"""What nsys may take beside the engine's start and the point: calibration, its own start, the
+report. In a graph nsys and symmetric memory have been seen to wait for each other for ever."""
 
 
 def profile_point(
@@ -121,7 +124,8 @@ def _profile(nsys: Nsys, plan: Plan, point: Point, target: Sequence[str]) -> int
     folder.mkdir()
     command = nsys.profile(folder / "report", [*target, f"resume={_quoted(run.path)}"])
     print(f"nsys {nsys.version}: {shlex.join(command)}", file=sys.stderr, flush=True)
-    _wait(command)
+    measure = point.cfg["measure"]
+    _wait(command, measure["startup_timeout_s"] + measure["point_timeout_s"] + REPORT_S)
     marker = read_marker(run.path / "points" / point.point_id)
     if marker is None or marker.status not in _USABLE:
         how = "did not end" if marker is None else f"ended as {marker.status}: {marker.reason}"
@@ -140,17 +144,28 @@ def _profile(nsys: Nsys, plan: Plan, point: Point, target: Sequence[str]) -> int
     return status
 
 
-def _wait(command: Sequence[str]) -> None:
+def _wait(command: Sequence[str], limit_s: float) -> None:
     """Runs nsys to its end. An interrupt reaches it and the harness below it once, and both are
-    waited for; in a session of its own a terminal does not send it to them a second time."""
+    waited for; in a session of its own a terminal does not send it to them a second time.
+
+    Raises:
+        NsysError: it had not ended after `limit_s`; nothing of it is left.
+    """
     with interrupted_once():
         process = subprocess.Popen(command, start_new_session=True)
         try:
-            process.wait()
+            process.wait(limit_s)
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGINT)
             process.wait()
             raise
+        except subprocess.TimeoutExpired as late:
+            os.killpg(process.pid, signal.SIGKILL)  # the engine ends with the process that has it
+            process.wait()
+            raise NsysError(
+                f"nsys had not ended after {limit_s:g} s (measure.startup_timeout_s + "
+                f"measure.point_timeout_s + {REPORT_S:g}) and was killed"
+            ) from late
 
 
 def _quoted(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ConfigError
 from engine.shape import ModelShape
 from harness.marker import worst_status
+from harness.pass_plan import NSYS
 from harness.prediction.model import Cell, PredictionError
 from harness.store import load
 
@@ -112,6 +113,8 @@ def _cell(
     """
     asked, effective = json.loads(row["requested"]), json.loads(row["effective"])
     work = asked["workload"]
+    if NSYS in asked["instrument"]:
+        raise PredictionError("it ran under nsys, whose times hold what that costs")
     if work["kind"] not in ("decode", "prefill"):
         raise PredictionError(f"workload={work['kind']}: the lengths of its steps vary")
     if step_us is None:

@@ -36,13 +36,14 @@ def test_failing_points_leave_rows_and_the_status_says_so(cli: Cli) -> None:
         "ok": 6,
         "skipped": 0,
         "contaminated": 0,
-        "error": 2,
+        "error": 1,
+        "killed": 1,
         "oom": 0,
         "timeout": 0,
         "pending": 0,
     }
     rows = load(last["run"]).points.sort_values("index").set_index("index")
-    assert list(rows["status"]) == ["ok", "ok", "error", "ok", "ok", "error", "ok", "ok"]
+    assert list(rows["status"]) == ["ok", "ok", "error", "ok", "ok", "killed", "ok", "ok"]
     assert rows.loc[2, "reason"] == "RuntimeError: the fake engine was told to fail"
     assert "in act" in rows.loc[2, "traceback"]
     assert rows.loc[5, "reason"] == "the engine's process was ended by SIGKILL"
@@ -119,7 +120,7 @@ def test_where_files_cannot_grow_the_finished_points_are_printed(cli: Cli) -> No
     two = ("tp=1", "batch=1,2")
     behave(cli.folder, p1="SIGKILL")
     first = cli.run(*two)[1]
-    assert (first["ok"], first["error"]) == (1, 1)
+    assert (first["ok"], first["killed"]) == (1, 1)
     behave(cli.folder)
 
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
@@ -127,8 +128,8 @@ def test_where_files_cannot_grow_the_finished_points_are_printed(cli: Cli) -> No
         out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert json.loads(out.splitlines()[-1]) == first
-    rows = [line.split()[:3] for line in out.splitlines() if line.startswith(("ok", "error"))]
-    assert rows == [["ok", "1", "1"], ["error", "1", "2"]]
+    rows = [line.split()[:3] for line in out.splitlines() if line.startswith(("ok", "killed"))]
+    assert rows == [["ok", "1", "1"], ["killed", "1", "2"]]
     assert "cannot be written" in err and "Traceback" not in err
 
     status, last, _ = cli.run(*two)

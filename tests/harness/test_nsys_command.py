@@ -127,6 +127,6 @@ def test_an_interrupt_reaches_the_command_once_and_is_waited_for(tmp_path: Path)
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        _wait([sys.executable, "-c", code])
+        _wait([sys.executable, "-c", code], 60)
     thread.join()
     assert (tmp_path / "ended").read_text() == "1"

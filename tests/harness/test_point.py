@@ -459,8 +459,8 @@ def dead(exitcode: int | None, text: str = "") -> EngineDeadError:
         (TimeoutError("no answer"), "timeout", "TimeoutError: no answer"),
         (dead(None, "T\n  x\nRuntimeError: Timed out waiting"), "timeout", "rank 1: RuntimeError"),
         (AssertionError("x < y"), "error", "AssertionError: x < y"),
-        (dead(-9), "error", "rank 1 was ended by signal 9 (SIGKILL); the kernel sends it"),
-        (dead(-11), "error", "rank 1 was ended by signal 11 (SIGSEGV)"),
+        (dead(-9), "killed", "rank 1 was ended by signal 9 (SIGKILL); the kernel sends it"),
+        (dead(-11), "killed", "rank 1 was ended by signal 11 (SIGSEGV)"),
         (
             dead(None, "T\n  raise ValueError  # not out of memory\nValueError: bad"),
             "error",

@@ -88,8 +88,8 @@ def test_an_exception_comes_back_with_its_traceback(folder: Path) -> None:
 FAILURES = {
     "memory": ("oom", "MemoryError: no memory for this batch"),
     "exit": ("error", "the engine's process ended with code 3"),
-    "SIGSEGV": ("error", "the engine's process was ended by SIGSEGV"),
-    "SIGKILL": ("error", "the engine's process was ended by SIGKILL"),
+    "SIGSEGV": ("killed", "the engine's process was ended by SIGSEGV"),
+    "SIGKILL": ("killed", "the engine's process was ended by SIGKILL"),
 }
 
 

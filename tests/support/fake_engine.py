@@ -19,11 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.errors import EngineDeadError
 from harness.plan import Point
 from harness.worker import Functions
 
 FUNCTIONS = Functions(
     create="tests.support.fake_engine:FakeEngine", measure="tests.support.fake_engine:measure"
+)
+
+WATCHDOG = (
+    "[rank1]:[E1130 03:10:00 ProcessGroupNCCL.cpp:689] [Rank 1] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=300000) ran for 300017 "
+    "milliseconds before timing out."
 )
 
 
@@ -63,6 +70,11 @@ def act(what: str) -> None:
         raise RuntimeError("the fake engine was told to fail")
     if what == "memory":
         raise MemoryError("no memory for this batch")
+    if what == "assertion":
+        raise AssertionError("a page was freed twice")
+    if what == "watchdog":  # what NCCL's does to a rank, as its parent hears of it
+        print(WATCHDOG, file=sys.stderr, flush=True)
+        raise EngineDeadError(1, -signal.SIGABRT)
     if what == "exit":
         os._exit(3)
     if what in ("SIGKILL", "SIGSEGV"):
