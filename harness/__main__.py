@@ -90,8 +90,8 @@ def unfit_python(version: tuple[int, int]) -> str | None:
         return None
     why = "; Hydra 1.3 fails at its start on 3.14" if version > PYTHONS[1] else ""
     return (
-        f"Python {version[0]}.{version[1]}: Rangefinder runs on {oldest} to {newest}{why}. Make the "
-        f"environment with one of them: python{newest} -m venv .venv"
+        f"Python {version[0]}.{version[1]}: Rangefinder runs on {oldest} to {newest}{why}. Make "
+        f"the environment with one of them: python{newest} -m venv .venv"
     )
 
 

@@ -184,6 +184,18 @@ def test_times_of_different_clocks_are_never_compared(tmp_path: Path) -> None:
     assert found.cells[0].judgement.reason == "times by host and by stamps"
 
 
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_run_under_nsys_decides_nothing(tmp_path: Path, side: str) -> None:
+    """Its speed holds what nsys costs, though its settings are those of the other run."""
+    a, b = both(tmp_path)
+    for name, run, rates in (("A", a, STEADY), ("B", b, SLOWER)):
+        watched = ["collectives", "nsys"] if name == side else ["collectives"]
+        write_cell(run, rates, instrument=watched)
+    found = compared(a, b)
+    assert found.counts() == {"SAME": 0, "FASTER": 0, "SLOWER": 0, "AMBIGUOUS": 3}
+    assert {cell.judgement.reason for cell in found.cells} == {f"{side} ran under nsys"}
+
+
 @pytest.mark.parametrize(("mhz", "verdict"), [(1950.0, "SLOWER"), (1900.0, "AMBIGUOUS")])
 def test_gpus_that_ran_at_other_clocks_decide_nothing(
     tmp_path: Path, mhz: float, verdict: str

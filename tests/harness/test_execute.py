@@ -48,6 +48,9 @@ class FakeSession:
 
     def start(self, cfg: dict[str, Any], cache_dir: Path, timeout_s: float) -> Outcome:
         self.cfg, self.cache, self.timeout_s = cfg, cache_dir, timeout_s
+        self.found = sorted(p.name for p in cache_dir.iterdir()) if cache_dir.is_dir() else []
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        (cache_dir / f"code of {len(self.made)}").touch()
         status = type(self).start_behaviour(cfg, 0)
         return Outcome(status, f"start: {status}", engine_alive=status == "ok")
 
@@ -321,6 +324,9 @@ def test_compile_caches_are_fresh_for_every_engine_unless_asked_to_be_kept(
         go(run)
         run.close()
         assert not (run.path / "cache").exists()
+    assert [s.found for s in sessions[:8]] == [[]] * 8, "each found the one before it gone"
+    warm = [s.found for s in sessions[8:]]
+    assert warm == [[], ["code of 9"], [], ["code of 11"], [], ["code of 13"], [], ["code of 15"]]
     kept = [s.cache for s in sessions[8:]]
     assert len({p.engine_key for p in run.plan.points}) == 8
     # The engine's seed, which is not in the key, changes no code.

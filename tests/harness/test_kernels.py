@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.comm.types import Kind
 from harness.kernels import communicates, split
+from harness.profile import kind_of
 
 Kernel = tuple[int, int, str]
 """(begin, end, name)"""
@@ -54,6 +56,34 @@ def test_the_order_of_the_kernels_does_not_matter() -> None:
     inside = busy[begin.min() : end.max()]
     assert one["idle_ns"] == (~inside).sum() and one["extent_ns"] == len(inside)
     assert one["compute_ns"] + one["communication_ns"] == (end - begin).sum()
+
+
+NAMES = {
+    "ncclKernel_AllReduce_RING_LL_Sum_half(ncclDevComm*, unsigned long)": Kind.ALL_REDUCE,
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": Kind.ALL_REDUCE,
+    "ncclDevKernel_AllReduce_Sum_f32_NVLS(ncclDevKernelArgsStorage<4096ul>)": Kind.ALL_REDUCE,
+    "one_shot_all_reduce_kernel<c10::BFloat16, 16, 2>": Kind.ALL_REDUCE,
+    "two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 2>": Kind.ALL_REDUCE,
+    "multimem_all_reduce_kernel<c10::BFloat16, 16>": Kind.ALL_REDUCE,
+    "multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>": Kind.ALL_REDUCE,
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": Kind.GATHER,
+    "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t": Kind.GATHER,
+    "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)": Kind.BROADCAST,
+    "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": None,  # RCCL has this one alone
+    "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)": None,
+}
+"""Communication kernels of NCCL before and since 2.19, of RCCL and of torch's symmetric memory, and
+the collective that a name tells; None: it does not."""
+OTHERS = ("nvjet_tst_128x64_64x6_1x2_h_bz_TNT", "sm90_xmma_gemm_bf16bf16_bf16f32", "_store_kv",
+          "void at::native::reduce_kernel<512, 1>", "triton_red_fused__to_copy_add_mean_0",
+          "Memcpy DtoD", "_nothing")  # fmt: skip
+
+
+def test_kernels_of_each_library_are_communication_and_no_other_is() -> None:
+    assert {name for name in (*NAMES, *OTHERS) if communicates(name)} == set(NAMES)
+    assert {name: kind_of(name) for name in NAMES} == {
+        name: -1 if kind is None else kind for name, kind in NAMES.items()
+    }
 
 
 @pytest.mark.parametrize(

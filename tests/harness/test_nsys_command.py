@@ -12,7 +12,7 @@ import pytest
 
 from harness.nsys.command import Nsys, NsysError, deafness, find, numbers, report_of, version_of
 from harness.nsys.verb import _wait
-from tests.support.fake_engine import wait_until
+from tests.support.fake_engine import alive, wait_until
 
 
 def script(path: Path, says: str) -> Path:
@@ -105,6 +105,17 @@ def test_a_report_that_was_not_made(tmp_path: Path) -> None:
     assert (tmp_path / "report.nsys-rep").read_text() == "raw"
     importer.unlink()
     assert report_of(report, nsys) == tmp_path / "report.nsys-rep", "it is there now"
+
+
+def test_an_nsys_that_hangs_is_killed_with_all_below_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    hanging = ["/bin/sh", "-c", f"sleep 600 & echo $$ $! > {pids}; wait"]
+    with pytest.raises(
+        NsysError, match=r"nsys had not ended after 1 s \(measure.startup_timeout_s"
+    ):
+        _wait(hanging, 1)
+    both = [int(pid) for pid in pids.read_text().split()]
+    assert len(both) == 2 and wait_until(lambda: not any(map(alive, both)), 10)
 
 
 def test_an_interrupt_reaches_the_command_once_and_is_waited_for(tmp_path: Path) -> None:

@@ -212,6 +212,35 @@ def test_a_graph_whose_kernels_change_their_order_is_refused(tmp_path: Path) -> 
         made(tmp_path, export)
 
 
+def test_two_ranks_without_one_communication_kernel_are_refused(tmp_path: Path) -> None:
+    """Replays alone, of a graph whose all-reduce has a name that is not known here: nothing else
+    of the export would say that kernels are missing."""
+    replays: list[Call] = []
+    export = session(Export(), [("replay", 8, replays)] * 3, times)
+    for pid, device in ((998, 0), (999, 1)):
+        for step in range(3):
+            at = 1_000_000 * step + 300_000
+            call = export.launch(pid, 1_000_000 * step + 100 * device + 30, "cudaGraphLaunch")
+            export.kernel("cross_device_reduce_1stage", pid, device, at, at + 9_000, call, 7)
+    with pytest.raises(JoinError, match=r"2 ranks ran steps without one communication kernel \("):
+        made(tmp_path, export)
+
+
+def test_a_kernel_that_begins_before_its_launch_keeps_its_place(tmp_path: Path) -> None:
+    """The clocks of host and device are matched to some microseconds: what was launched in a range
+    is joined by its launch, and its own time stays what it was."""
+    export = session(Export(), STEPS, times)
+    rows = export.rows["CUPTI_ACTIVITY_KIND_KERNEL"]
+    export.rows["CUPTI_ACTIVITY_KIND_KERNEL"] = [
+        (row[0] - 205_000, row[1] - 205_000, *row[2:]) for row in rows
+    ]
+    profile = made(tmp_path, export)
+    kernels_of, steps = profile.views[0].kernels, profile.views[0].steps
+    first = kernels_of[kernels_of["step"] == 1].iloc[0]
+    assert first["start_ns"] < steps["start_ns"].iloc[1], "it began before its step's range"
+    check(profile)
+
+
 def test_ranks_that_differ_or_cannot_be_told_apart(tmp_path: Path) -> None:
     export = session(Export(), STEPS, times)
     export.range("step/decode", 998, 5_000_000, 5_000_100, 8)

@@ -122,6 +122,37 @@ def test_an_export_that_is_not_of_this_run(
     assert not list(folder.glob("*.parquet"))
 
 
+def test_a_rank_that_nsys_did_not_record_is_missed(
+    tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of two: its steps alone would look like those of one rank."""
+    folder = measured(tmp_path)
+    export = session(Export(), nsys_target.steps(), nsys_target.kernel_ns, pids=[998])
+    export.write(folder / "report.sqlite")
+    assert read_back(folder / "report.sqlite", console) == 1
+    assert capsys.readouterr().err == (
+        f"error: {folder}/report.sqlite: 1 of 2 ranks opened step ranges (process 998); nsys did "
+        "not record the others\n"
+    )
+    assert not list(folder.glob("*.parquet"))
+
+
+@pytest.mark.parametrize("steps", [4, 6, 30])
+def test_a_capture_of_more_or_fewer_steps_than_its_pass_is_refused(
+    tmp_path: Path, console: Console, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pass had five; a stop that came late would have let in the window before it."""
+    folder = measured(tmp_path)
+    window = nsys_target.steps()
+    window = (window + window[1:] * 7)[:steps]
+    session(Export(), window, nsys_target.kernel_ns).write(folder / "report.sqlite")
+    assert read_back(folder / "report.sqlite", console) == 1
+    assert capsys.readouterr().err == (
+        f"error: rank 0: {steps} step ranges in the export, 5 steps in the run's table (pass "
+        "nsys)\n"
+    )
+
+
 def test_a_folder_whose_point_the_plan_does_not_have(
     tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,22 @@ def test_ranges_with_domain_category_text_and_payload(tmp_path: Path, registered
     assert set(found["pid"]) == {998} and set(found["tid"]) == {tid_of(998)}
 
 
+def test_start_end_ranges_are_ranges_and_marks_are_none(tmp_path: Path) -> None:
+    """Event types: 59 push/pop, 60 start/end, 34 a mark; a range that nobody closed has no end."""
+    export = Export()
+    export.process(998)
+    export.event(60, "all_reduce/embed", tid_of(998), 2, 300, 400, category=2, payload=64)
+    export.event(34, "all_reduce/embed", tid_of(998), 2, 350)
+    export.event(60, "step/decode", tid_of(998), 2, 100, None, category=1, payload=8)
+    export.range("step/prefill", 998, 50, 90, 4)
+    for seed in range(3):
+        found = read(export.write(tmp_path / "a.sqlite", shuffled=seed)).ranges
+        assert found["message"].tolist() == ["step/prefill", "step/decode", "all_reduce/embed"]
+        assert found["end_ns"].tolist() == [90, pd.NA, 400]
+        assert found["category"].tolist() == ["step", "step", "all_reduce"]
+        assert found["payload"].tolist() == [4, 8, 64]
+
+
 def test_kernels_and_what_launched_them(tmp_path: Path) -> None:
     export = read(small().write(tmp_path / "a.sqlite", shuffled=2))
     assert export.kernels["name"].tolist() == ["gemm", "gemm"]

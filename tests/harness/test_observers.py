@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.utils
 
 from engine.comm.base import Communicator
 from engine.comm.types import Kind, ObserverContext, Phase, Site, StepInfo
@@ -126,6 +127,32 @@ def test_nvtx_step_ranges(phase: Phase, mode: str, message: str) -> None:
     comm.attach([NvtxObserver(context(1), annotate=nvtx.annotate)])
     run_step(comm, 0, phase, mode)
     assert (nvtx.log[0][:2], nvtx.log[-1][:2]) == (("push", message), ("pop", message))
+    comm.close()
+
+
+def test_ranges_break_no_graph_and_run_at_every_call_of_compiled_code() -> None:
+    """A range pushed inside traced code is a break, or an error under fullgraph, or is traced away.
+    Here the tracer sees an operator, whose body runs each time."""
+    nvtx, comm = RecordingNvtx(), Silent()
+    comm.attach([NvtxObserver(context(0), annotate=nvtx.annotate)])
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        x = comm.all_reduce(x * 2, Site.ATTN_O_PROJ)
+        return comm.all_reduce(x + 1, Site.MLP_DOWN_PROJ)
+
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(region, fullgraph=True, backend="aot_eager")
+    for step in range(4):
+        info = StepInfo(step, Phase.DECODE, 2, 2, 2, 2, "compiled-model")
+        comm.step_begin(info)
+        assert torch.equal(compiled(torch.ones(2, 8)), torch.full((2, 8), 3.0))
+        comm.step_end(info)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert [entry[1] for entry in nvtx.log if entry[0] == "push"] == [
+        "step/decode", "all_reduce/attn.o_proj", "all_reduce/mlp.down_proj"
+    ] * 4  # fmt: skip
     comm.close()
 
 

@@ -39,6 +39,7 @@ def write(run: Path, number: int, model: str, tp: int, batch: int, **changes: An
     cfg["model"] = section(model)
     work = changes.pop("workload", None)
     cfg["workload"]["kind"] = work or "decode"
+    cfg["instrument"] = changes.pop("instrument", cfg["instrument"])
     cell = Cell(model, shape_of(cfg["model"]), tp, batch, 128, 128, "bfloat16",
                 "nccl" if tp > 1 else None, True)  # fmt: skip
     curves = Curves(calibrated_rows())
@@ -112,10 +113,12 @@ def test_points_that_are_no_cells_are_counted(run: Path) -> None:
     write(run, 90, "qwen3-8b", 2, 8, status="error", reason="it failed")
     write(run, 91, "qwen3-8b", 2, 8, workload="trace")
     write(run, 92, "qwen3-8b", 2, 8, step_us=None)
+    write(run, 93, "qwen3-8b", 2, 8, instrument=["collectives", "nsys"])
     found = measured([run])
     assert [len(group.cells) for group in found.groups] == [12]
     assert found.fingerprint == MACHINE
     assert sorted(found.notes) == [
+        "1 points left out: it ran under nsys, whose times hold what that costs",
         "1 points left out: no time of a clean decode step (instrument collectives gives it)",
         "1 points left out: status error",
         "1 points left out: workload=trace: the lengths of its steps vary",
