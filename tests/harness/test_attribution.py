@@ -63,6 +63,29 @@ def test_a_delay_on_one_rank_is_waiting_on_the_others_and_no_transfer() -> None:
     assert np.nansum(late.wait_us) == 2000.0 * 15
 
 
+@pytest.mark.parametrize(("world", "most"), [(2, 0.25), (4, 0.4725), (8, 0.6501)])
+def test_whole_ticks_take_a_part_of_one_off_the_minimum(world: int, most: float) -> None:
+    """Ranks that need the same time, read by a timer of whole ticks at random phases: each reads
+    one tick more with probability p, the minimum only if all do. Short by p - p^n of a tick on
+    average, and no more than at p = n^(-1/(n-1))."""
+    tick, worst = 1024, world ** (-1 / (world - 1))
+    assert worst - worst**world == pytest.approx(most, abs=1e-4)
+    rng = np.random.default_rng(0)
+    for part in (0.0, 0.25, worst, 0.9):
+        lasts = (8 + part) * tick
+        records = host_records(world, [(DECODE, 2, 2)] * 600)
+        for record in records:
+            begin = rng.uniform(0, tick, len(record.collectives))
+            record.collectives["before_ns"] = begin // tick * tick + tick
+            record.collectives["after_ns"] = (begin + lasts) // tick * tick + tick
+        joined = join([replace(record, floor_ns=0) for record in records])
+        reduces = joined.is_kind(Kind.ALL_REDUCE)
+        each = joined.latency_us[reduces].mean() * 1e3 / tick
+        assert each == pytest.approx(8 + part, abs=0.02)
+        shortest = joined.transfer_us[reduces].mean() * 1e3 / tick
+        assert shortest - (8 + part) == pytest.approx(part**world - part, abs=0.04)
+
+
 def test_layers_follow_from_the_order_in_the_step() -> None:
     joined = join(host_records(2, STEPS[:1]))
     assert joined.rows["ordinal"].tolist() == list(range(7))
