@@ -212,7 +212,7 @@ def test_list_prints_the_points_and_leaves_nothing(
     monkeypatch.chdir(somewhere)
     assert entry.main(["list", *cli.arguments, "enforce_eager=false", "device=cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("adhoc: enforce_eager=false, compile=off")
+    assert lines[0].startswith("adhoc: backend=native, enforce_eager=false, compile=off")
     assert lines[1].split() == ["#", "point", "engine", "tp", "batch", "skipped", "because"]
     rows = [line.split() for line in lines[2:-1]]
     assert [row[0] for row in rows] == [str(i) for i in range(8)]
