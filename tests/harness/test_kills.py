@@ -52,7 +52,7 @@ def the_run(folder: Path) -> Path:
 def test_before_any_change_of_the_file_system(tmp_path: Path) -> None:
     """SIGKILL before the n-th file is made, opened for writing, renamed or removed: once for each
     of some n over the whole sweep, and several times during one sweep."""
-    words = [str(tmp_path / "sweeps"), str(SEED), str(SWEEPS or 4), "4"]
+    words = [str(tmp_path / "sweeps"), str(SEED), str(SWEEPS or 3), "3"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.kills", *words],
         cwd=ROOT,
@@ -68,7 +68,7 @@ def test_before_any_change_of_the_file_system(tmp_path: Path) -> None:
     for one in killed:
         assert one["again"] == [], one
         assert tables(the_run(Path(one["folder"]))) == expected, one
-    assert sum(len(one["kills"]) for one in killed) > 2 * (SWEEPS or 4)
+    assert sum(len(one["kills"]) for one in killed) > 2 * (SWEEPS or 3)
 
 
 class Killer:
@@ -119,11 +119,11 @@ def finished_points(folder: Path) -> set[int]:
 def test_at_any_moment(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], str, float], seed: int
 ) -> None:
-    """Commands in processes, with their engines and ranks, killed three times during one sweep."""
+    """Commands in processes, with their engines and ranks, killed twice during one sweep."""
     expected, model, whole_s = undisturbed
     cli = Cli(tmp_path, *TWENTY_FOUR, model)
     killer = Killer(cli, seed, whole_s)
-    for _ in range(3):
+    for _ in range(2):
         if list(tmp_path.glob("runs/*/finished.json")):
             break
         before, done = len(cli.measured()), finished_points(tmp_path)
