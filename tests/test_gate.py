@@ -55,7 +55,9 @@ def measured(said: object) -> dict[str, str]:
 
 
 @pytest.fixture
-def repo(tmp_path: Path) -> Path:
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # pytest-benchmark would take the processes that are started here for workers.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     return make(tmp_path / "repo")
 
 
