@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from engine.comm.base import Communicator
-from engine.comm.process_group import ProcessGroupCommunicator
+from engine.comm.ranks import connect_rank
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError
@@ -93,7 +93,7 @@ def _run_rank(
         torch.cuda.set_device(config.first_gpu + rank)
     else:
         torch.set_num_threads(config.threads_per_rank)
-    comm = ProcessGroupCommunicator(rank, config.tp, config.comm, port, config.timeout_s)
+    comm = connect_rank(rank, config.tp, config.comm, port, config.timeout_s)
     runner = Runner(config, shape, comm, agree=comm.min_over_ranks)
     core = EngineCore(runner, _plan_sender(channels)) if rank == 0 else None
     channels.caller.send(Ready(rank, runner.startup, runner.effective))

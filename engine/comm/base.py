@@ -19,13 +19,13 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 class Communicator(ABC):
     """Sums and gathers among the ranks of one engine.
 
-    Layers call `all_reduce`, `gather`, `linear_all_reduce` and `reduce_add_norm`; a faster form of
-    the last two overrides them and changes no layer. Every form issues the same collectives in the
-    same order, so counts, sites and observers do not depend on it.
+    Layers call `all_reduce`, `gather`, `linear_all_reduce` and `reduce_add_norm` (its summand made
+    by `partial_linear`); a faster form overrides them and changes no layer. Every form issues the
+    same collectives in the same order, so counts, sites and observers do not depend on it.
 
     Attributes:
         rank, world: this rank and the number of ranks.
-        path: name of the implementation, recorded with every collective.
+        path: name of the implementation, recorded with every collective that has no other.
         key: this communicator's number in the operator registry.
     """
 
@@ -43,7 +43,8 @@ class Communicator(ABC):
     # -- what the layers call ---------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor, site: Site) -> torch.Tensor:
-        """Sums `x` over ranks in place and returns it; any shape, contiguous."""
+        """Sums `x` over ranks, in place unless partial_linear made it, and returns the sum; any
+        shape, contiguous."""
         torch.ops.rangefinder.all_reduce(x, self.key, int(site))
         return x
 
@@ -63,9 +64,15 @@ class Communicator(ABC):
     def linear_all_reduce(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
     ) -> torch.Tensor:
-        """x [T, I/world], weight [H, I/world] -> the full [T, H]; the bias is added on rank 0
-        alone, so that the sum holds it once."""
-        return self.all_reduce(F.linear(x, weight, bias if self.rank == 0 else None), site)
+        """x [T, I/world], weight [H, I/world] -> the full [T, H]."""
+        return self.all_reduce(self.partial_linear(x, weight, bias), site)
+
+    def partial_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [T, I/world], weight [H, I/world] -> this rank's summand [T, H], to be summed before
+        the next is made; the bias is added on rank 0 alone, so that the sum holds it once."""
+        return F.linear(x, weight, bias if self.rank == 0 else None)
 
     def reduce_add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, norm: AddNorm, site: Site
@@ -160,7 +167,7 @@ class Communicator(ABC):
             dtype,
             self.world,
             self.rank,
-            self.path,
+            self._path_of(kind, x),
         )
         self._ordinal += 1
         for observer in self._observers:
@@ -170,6 +177,10 @@ class Communicator(ABC):
             observer.after(collective)
 
     # -- what an implementation provides ----------------------------------------------------------
+
+    def _path_of(self, kind: Kind, x: torch.Tensor) -> str:
+        """What runs this collective."""
+        return self.path
 
     @abstractmethod
     def _all_reduce(self, x: torch.Tensor) -> None:

@@ -227,7 +227,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / world] -> this rank's summand [T, out], for Communicator.reduce_add_norm."""
-        return F.linear(x, self.weight, self.bias if self.comm.rank == 0 else None)
+        return self.comm.partial_linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
         def fill(source: TensorSource) -> None:

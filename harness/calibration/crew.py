@@ -186,10 +186,10 @@ def _begin(rank: int, crew: Crew, port: int | None) -> tuple[Measure, Communicat
         torch.set_num_threads(max(1, cpu_cores() // crew.world))
     comm: Communicator | None = None
     if crew.path is not None:
-        from engine.comm.process_group import ProcessGroupCommunicator
+        from engine.comm.ranks import connect_rank
 
         assert port is not None
-        comm = ProcessGroupCommunicator(rank, crew.world, crew.path, port)
+        comm = connect_rank(rank, crew.world, crew.path, port)
     device = f"cuda:{rank}" if crew.device == "cuda" else "cpu"
     return crew.meter(comm, device), comm
 

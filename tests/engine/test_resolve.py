@@ -104,3 +104,19 @@ def test_a_chosen_backend_that_cannot_run_is_refused(
         resolve(EngineConfig(model="", attention="triton"), shape)
     with pytest.raises(ConfigError, match="this engine has flash2, triton, sdpa"):
         resolve(EngineConfig(model="", attention="flash4"), shape)
+
+
+def test_symmetric_memory_is_asked_for_by_name(
+    installed: set[str], shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def comm(asked: str, dtype: str = "bfloat16", tp: int = 2) -> str:
+        return resolve(EngineConfig(model="", tp=tp, comm=asked, dtype=dtype), shape).comm
+
+    assert [comm("auto"), comm("symm_mem"), comm("nccl")] == ["nccl", "symm_mem", "nccl"]
+    assert comm("symm_mem", tp=1) == "solo"
+    with pytest.raises(ConfigError, match="comm='symm_mem': its kernels sum bfloat16 and float32"):
+        comm("symm_mem", "float16")
+    with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has nccl, symm"):
+        comm("gloo")

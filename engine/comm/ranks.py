@@ -1,0 +1,19 @@
+"""Which communicator a rank of several gets, by the name that `resolve` decided on."""
+
+from __future__ import annotations
+
+from engine.comm.process_group import ProcessGroupCommunicator
+from engine.comm.symmetric import SymmetricCommunicator
+
+
+def connect_rank(
+    rank: int, world: int, comm: str, port: int, timeout_s: float = 300.0
+) -> ProcessGroupCommunicator:
+    """`comm`: gloo, nccl or symm_mem. With the latter two the rank's GPU is the current one.
+
+    Raises:
+        ConfigError: symm_mem, and the GPUs cannot share memory.
+    """
+    if comm == "symm_mem":
+        return SymmetricCommunicator(rank, world, port, timeout_s)
+    return ProcessGroupCommunicator(rank, world, comm, port, timeout_s)

@@ -1,0 +1,145 @@
+"""TP=2 over symmetric memory: sums as NCCL's, in replays too, and the engine's greedy tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.comm import Site
+from engine.comm.rendezvous import Rendezvous
+from engine.comm.symmetric import BUFFER_BYTES, ONE_SHOT, TWO_SHOT, path_of
+from tests.gpu.conftest import HEADS
+from tests.support.checkpoints import Checkpoints
+from tests.support.greedy import greedy_reference
+from tests.support.path_observer import Paths
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+REPLAYS = 1_000
+NBYTES = [16, 2 << 10, 2032, 64 << 10, (64 << 10) + 16, 512 << 10, 8 << 20, BUFFER_BYTES]
+
+
+def summand(rank: int, turn: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(1_000 * turn + rank)
+    numel = nbytes // dtype.itemsize
+    return torch.randn(numel, device="cuda", generator=generator).to(dtype)
+
+
+@torch.inference_mode()
+def _sums(rank: int, port: int) -> None:
+    """Of two ranks there is one addition, whose rounding is the same by whatever path."""
+    import torch.distributed as dist
+
+    from engine.comm.symmetric import SymmetricCommunicator
+
+    torch.cuda.set_device(rank)
+    comm = SymmetricCommunicator(rank, 2, port)
+    for dtype in (torch.bfloat16, torch.float32):
+        for turn, nbytes in enumerate(NBYTES):
+            x = summand(rank, turn, nbytes, dtype)
+            expected = x.clone()
+            dist.all_reduce(expected)
+            own = comm.all_reduce(x, Site.EMBED)
+            assert own is x and torch.equal(own, expected), (nbytes, dtype)
+    _replays(comm)
+    comm.barrier()
+    comm.close()
+
+
+def _replays(comm: Any) -> None:
+    """A graph of products whose results are summed from the buffer, of copies, and of the two paths
+    in turn, so that each reuses what the one before may still read; ranks drift apart by a spin."""
+    torch.manual_seed(comm.rank)
+    weight = torch.randn(256, 128, device="cuda", dtype=torch.bfloat16)
+    small = torch.zeros(8, 128, device="cuda", dtype=torch.bfloat16)
+    large = torch.zeros(512, 128, device="cuda", dtype=torch.bfloat16)
+    assert path_of(8 * 256 * 2, torch.bfloat16, 2) == ONE_SHOT
+    assert path_of(512 * 256 * 2, torch.bfloat16, 2) == TWO_SHOT
+    spin = torch.zeros(1, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            for x in (small, large):
+                found.append(comm.linear_all_reduce(x, weight, None, Site.MLP_DOWN_PROJ))
+                spin.add_(1)
+                found.append(comm.all_reduce(x.clone(), Site.EMBED))
+        return found
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    comm.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        outs = step()
+        graph.capture_end()
+    stream.synchronize()
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for turn in range(REPLAYS):
+        for x in (small, large):
+            x.copy_(summand(comm.rank, turn, x.nbytes, x.dtype).view_as(x))
+        expected = []
+        for x in (small, large):
+            for part in (torch.mm(x, weight.t()), x.clone()):
+                torch.distributed.all_reduce(part)
+                expected.append(part)
+        if turn % 2 == comm.rank:
+            torch.cuda._sleep(200_000)
+        graph.replay()
+        for out, reference in zip(outs, expected * 3, strict=True):
+            wrong += (out != reference).sum()
+    assert int(wrong) == 0
+    del graph
+
+
+def test_sums_are_nccls_bit_for_bit_also_in_a_thousand_replays() -> None:
+    context = multiprocessing.get_context("spawn")
+    rendezvous = Rendezvous()
+    ranks = [context.Process(target=_sums, args=(rank, rendezvous.port)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("scope", ["off", "layer", "model"])
+@pytest.mark.parametrize("eager", [True, False])
+def test_greedy_tokens_are_transformers(
+    checkpoints: Checkpoints, scope: str, eager: bool, tmp_path: Any
+) -> None:
+    """In float32. Every all-reduce but none other is heard to go through symmetric memory."""
+    path = checkpoints(**HEADS)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 30))] for _ in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    options: dict[str, Any] = {
+        "page_size": 8,
+        "attention": "sdpa",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "enforce_eager": eager,
+        "compile": scope,
+        "cache_dir": str(tmp_path),
+    }
+    with LLM(path, tp=2, comm="symm_mem", **options) as llm:
+        assert llm.effective["comm"] == "symm_mem"
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 25)
+        llm.attach([Paths])
+        llm.generate(prompts[:2], params)
+        heard = {pair for rank in llm.detach() for pair in rank[0]}
+    kinds = {(kind, "symm" in path) for kind, path in heard}
+    assert kinds == {("all_reduce", True), ("gather", False), ("broadcast", False)}
