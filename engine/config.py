@@ -12,6 +12,7 @@ COMPILE_MODES = ("off", "layer", "model")
 ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
 COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 LOAD_FORMATS = ("auto", "dummy")
+FUSED = ("none", "layers", "store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,9 @@ class EngineConfig:
         enforce_eager: True: no CUDA graphs.
         compile: off | layer (each decoder layer one region) | model (embedding to final norm one
             full graph).
+        fused: own kernels of steps on a GPU that torch does not compile. none: torch's operators;
+            layers: norm, residual add + norm, norm + rotation of Q and K, and SwiGLU's activation
+            are one kernel each; store: and the one that rotates K writes K and V to the cache.
         max_model_len: prompt + output of one request at most; None: the model's own limit
             (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.
@@ -61,6 +65,7 @@ class EngineConfig:
     compile: str = "off"
     attention: str = "auto"
     comm: str = "auto"
+    fused: str = "layers"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -82,6 +87,7 @@ class EngineConfig:
             "compile": COMPILE_MODES,
             "attention": ATTENTION_BACKENDS,
             "comm": COMM_PATHS,
+            "fused": FUSED,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

@@ -1,5 +1,8 @@
 """Layers without a weight to shard: RMSNorm, rotary embedding, SwiGLU's activation.
 
+Where `fused`, a layer is one Triton kernel on a GPU, unless torch compiles the step; otherwise the
+formula as it stands here.
+
 Shapes: T tokens, H hidden, h heads, D head_dim, I intermediate.
 """
 
@@ -20,10 +23,17 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in float32."""
 
     def __init__(
-        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.fused = fused
         weight = torch.empty(size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
@@ -44,7 +54,7 @@ class RMSNorm(nn.Module):
         sum in x's dtype. The normalised value is rounded to x's dtype before the weight multiplies
         it, as in transformers.
         """
-        if runs_triton(x):
+        if self.fused and runs_triton(x):
             from engine.kernels.layers_triton import add_rms_norm_triton, rms_norm_triton
 
             if residual is None:
@@ -98,27 +108,56 @@ def norm_and_rotate(
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
     rotary: torch.Tensor,
+    fused: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms each head of q [T, h, D] and k [T, kv_heads, D] where the model has such norms (both or
     neither), then rotates it as apply_rotary does."""
-    if runs_triton(q):
-        from engine.kernels.layers_triton import norm_and_rotate_triton
+    if fused and runs_triton(q):
+        from engine.kernels.norm_rotate_triton import norm_and_rotate_triton
 
-        if q_norm is None or k_norm is None:
-            return norm_and_rotate_triton(q, k, None, 0.0, rotary)
-        assert q_norm.eps == k_norm.eps
-        weights = (q_norm.weight, k_norm.weight)
-        return norm_and_rotate_triton(q, k, weights, q_norm.eps, rotary)
+        return norm_and_rotate_triton(q, k, *_weights(q_norm, k_norm), rotary)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
     return apply_rotary(q, rotary), apply_rotary(k, rotary)
 
 
+def norm_rotate_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    rotary: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """norm_and_rotate, then store_kv, as one Triton kernel -> the normed and rotated q."""
+    from engine.kernels.norm_rotate_triton import norm_rotate_store_triton
+
+    weights, eps = _weights(q_norm, k_norm)
+    return norm_rotate_store_triton(q, k, v, weights, eps, rotary, k_cache, v_cache, slot_mapping)
+
+
+def _weights(
+    q_norm: RMSNorm | None, k_norm: RMSNorm | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, float]:
+    """(weights, eps) as a kernel takes them."""
+    if q_norm is None or k_norm is None:
+        return None, 0.0
+    assert q_norm.eps == k_norm.eps
+    return (q_norm.weight, k_norm.weight), q_norm.eps
+
+
 class SiluAndMul(nn.Module):
     """x [T, 2I], gate then up -> silu(gate) * up [T, I]."""
 
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.fused = fused
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if runs_triton(x):
+        if self.fused and runs_triton(x):
             from engine.kernels.layers_triton import silu_and_mul_triton
 
             return silu_and_mul_triton(x)

@@ -72,6 +72,7 @@ class Runner:
             config.max_model_len,
             getattr(torch, config.dtype),
             self.device,
+            config.fused,
         )
         load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
         num_pages = agree(

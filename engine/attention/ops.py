@@ -99,3 +99,11 @@ class Attention(nn.Module):
             self.scale,
             self.backend,
         )
+
+    def over_cache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The same with this step's k and v in the caches already; not for code that is traced."""
+        lengths = (batch.seq_lens, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.host_meta)
+        attend = BACKENDS[self.backend]
+        return attend(q, k_cache, v_cache, batch.block_tables, *lengths, self.scale)

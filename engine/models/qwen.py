@@ -15,8 +15,15 @@ from engine.attention import Attention
 from engine.batch import ForwardBatch
 from engine.comm.base import Communicator
 from engine.comm.types import Site
+from engine.kernels import runs_triton
 from engine.kv_cache import KVCache
-from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, norm_and_rotate
+from engine.layers import (
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+    norm_and_rotate,
+    norm_rotate_store,
+)
 from engine.parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -29,16 +36,23 @@ from engine.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """What every module of one model is built with."""
+    """What every module of one model is built with. `fused`: none, layers or store."""
 
     shape: ModelShape
     comm: Communicator
     attention: str
     dtype: torch.dtype
     device: torch.device | str
+    fused: str
 
     def norm(self, size: int) -> RMSNorm:
-        return RMSNorm(size, self.shape.rms_norm_eps, dtype=self.dtype, device=self.device)
+        return RMSNorm(
+            size,
+            self.shape.rms_norm_eps,
+            dtype=self.dtype,
+            device=self.device,
+            fused=self.fused != "none",
+        )
 
 
 class Qwen3Attention(nn.Module):
@@ -71,6 +85,7 @@ class Qwen3Attention(nn.Module):
         self.q_norm = build.norm(shape.head_dim) if shape.qk_norm else None
         self.k_norm = build.norm(shape.head_dim) if shape.qk_norm else None
         self.attention = Attention(shape.head_dim**-0.5, build.attention)
+        self.fused = build.fused
 
     def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, H] -> q [T, h, D], k and v [T, k, D], as projected."""
@@ -91,8 +106,14 @@ class Qwen3Attention(nn.Module):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         q, k, v = self.qkv(x)
-        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, rotary)
-        return self.o_proj.partial(self.attention(q, k, v, k_cache, v_cache, batch).flatten(1))
+        norms = (self.q_norm, self.k_norm)
+        if self.fused == "store" and runs_triton(q):
+            q = norm_rotate_store(q, k, v, *norms, rotary, k_cache, v_cache, batch.slot_mapping)
+            found = self.attention.over_cache(q, k_cache, v_cache, batch)
+        else:
+            q, k = norm_and_rotate(q, k, *norms, rotary, self.fused != "none")
+            found = self.attention(q, k, v, k_cache, v_cache, batch)
+        return self.o_proj.partial(found.flatten(1))
 
 
 class Qwen3MLP(nn.Module):
@@ -109,7 +130,7 @@ class Qwen3MLP(nn.Module):
             dtype=build.dtype,
             device=build.device,
         )
-        self.act = SiluAndMul()
+        self.act = SiluAndMul(build.fused != "none")
         self.down_proj = RowParallelLinear(
             shape.intermediate_size,
             shape.hidden_size,
@@ -193,6 +214,7 @@ class Qwen3ForCausalLM(nn.Module):
     Args:
         attention: name of an attention backend, or auto.
         max_model_len: rows of the rotary table; positions of a batch are below it.
+        fused: as in EngineConfig.
 
     Raises:
         ConfigError: comm.world ranks cannot share this shape, or an unknown attention backend.
@@ -206,10 +228,11 @@ class Qwen3ForCausalLM(nn.Module):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        fused: str = "layers",
     ) -> None:
         super().__init__()
         shape.check_tp(comm.world)
-        build = _Build(shape, comm, attention, dtype, device)
+        build = _Build(shape, comm, attention, dtype, device, fused)
         self.model = Qwen3Model(build, max_model_len)
         self.lm_head = ParallelLMHead(
             shape.vocab_size,

@@ -105,6 +105,7 @@ def test_no_build_follows_a_change_of_lengths_or_numbers(built: dict[str, Any]) 
 
 def test_layers_compile_once_for_any_number_of_tokens(built: dict[str, Any]) -> None:
     from engine.kernels import layers_triton as layers
+    from engine.kernels import norm_rotate_triton as rotation
 
     weight = torch.ones(128, dtype=torch.bfloat16)
     counts = []
@@ -112,12 +113,15 @@ def test_layers_compile_once_for_any_number_of_tokens(built: dict[str, Any]) -> 
         qkv = torch.zeros(tokens, 16 + 8 + 8, 128, dtype=torch.bfloat16)
         rotary = torch.zeros(tokens, 1, 128)
         q, k = qkv[:, :16], qkv[:, 16:24]
-        layers.norm_and_rotate_triton(q, k, (weight, weight), 1e-6, rotary)
-        layers.norm_and_rotate_triton(q, k, None, 0.0, rotary)
+        rotation.norm_and_rotate_triton(q, k, (weight, weight), 1e-6, rotary)
+        rotation.norm_and_rotate_triton(q, k, None, 0.0, rotary)
+        cache, slots = torch.zeros(9, 64, 8, 128, dtype=q.dtype), torch.zeros(tokens).long()
+        stored = (rotary, cache, cache, slots)
+        rotation.norm_rotate_store_triton(q, k, qkv[:, 24:], (weight, weight), 1e-6, *stored)
         x = qkv.flatten(1)
         layers.add_rms_norm_triton(x, x, torch.ones(x.shape[1], dtype=x.dtype), 1e-6)
         layers.rms_norm_triton(x, torch.ones(x.shape[1], dtype=x.dtype), 1e-6)
         layers.silu_and_mul_triton(x)
         counts.append(triton_builds())
-    assert counts[0] == counts[-1] == 5
+    assert counts[0] == counts[-1] == 6
     assert set(built) == {"_norm_and_rotate", "_rms_norm", "_silu_and_mul"}

@@ -226,6 +226,7 @@ WRONG_VALUES = [
     ({"dtype": "fp8"}, "dtype=fp8: choose one of auto, bfloat16, float16, float32"),
     ({"device": "tpu"}, "device=tpu: choose one of auto, cpu, cuda"),
     ({"model__load_format": "gguf"}, "model.load_format=gguf: choose one of auto, dummy"),
+    ({"engine__fused": "all"}, "engine.fused=all: choose one of none, layers, store"),
     ({"timing": "cupti"}, "timing=cupti: choose one of auto, stamps, events, host"),
     ({"cache": "hot"}, "cache=hot: choose one of cold, warm"),
     ({"workload__kind": "chat"}, "workload.kind=chat: choose one of decode, prefill"),

@@ -28,10 +28,10 @@ class LoneRank(SoloCommunicator):
 
 
 def build_model(
-    path: Path, comm: Communicator, dtype: torch.dtype = torch.float32
+    path: Path, comm: Communicator, dtype: torch.dtype = torch.float32, fused: str = "layers"
 ) -> tuple[Qwen3ForCausalLM, ModelShape]:
     shape = ModelShape.from_hf(path)
-    model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu")
+    model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu", fused)
     load_weights(model, path)
     return model, shape
 
@@ -60,13 +60,14 @@ def logits_of(
     page_size: int = 4,
     padding: int = 0,
     dtype: torch.dtype = torch.float32,
+    fused: str = "layers",
 ) -> list[torch.Tensor]:
     """Logits [length, V] of every position of every sequence, fed step by step, from rank 0."""
     steps = list(steps)
     longest = max(map(len, sequences))
 
     def on_rank(comm: Communicator) -> list[torch.Tensor | None]:
-        model, shape = build_model(path, comm, dtype)
+        model, shape = build_model(path, comm, dtype, fused)
         num_pages = len(sequences) * -(-longest // page_size)
         cache = KVCache(shape, comm.world, num_pages, page_size, dtype, "cpu")
         for layer in cache.layers:  # what nobody wrote must never be read
