@@ -113,7 +113,7 @@ def norm_and_rotate(
     """Norms each head of q [T, h, D] and k [T, kv_heads, D] where the model has such norms (both or
     neither), then rotates it as apply_rotary does."""
     if fused and runs_triton(q):
-        from engine.kernels.norm_rotate_triton import norm_and_rotate_triton
+        from engine.kernels.rotate_triton import norm_and_rotate_triton
 
         return norm_and_rotate_triton(q, k, *_weights(q_norm, k_norm), rotary)
     if q_norm is not None and k_norm is not None:
@@ -133,7 +133,7 @@ def norm_rotate_store(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """norm_and_rotate, then store_kv, as one Triton kernel -> the normed and rotated q."""
-    from engine.kernels.norm_rotate_triton import norm_rotate_store_triton
+    from engine.kernels.rotate_triton import norm_rotate_store_triton
 
     weights, eps = _weights(q_norm, k_norm)
     return norm_rotate_store_triton(q, k, v, weights, eps, rotary, k_cache, v_cache, slot_mapping)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
-from experiments.repeated import Group, groups, judged, problem
+from experiments.repeated import Group, gain, groups, judged, problem
 from harness.cells import DEFAULT
 from harness.engine_costs import of_points
 from harness.figures import FIGURES
-from harness.repeats import METRICS
 from harness.store import Results
 from harness.verdict import Verdict
 
@@ -67,7 +66,6 @@ def _rows(group: Group, costs: dict[str, dict[str, Any]]) -> list[dict[str, Any]
         if eager[metric].isna().all() and graph[metric].isna().all():
             continue
         one = judged(eager, graph, metric)
-        gain = _gain(one.ratio, one.ratio_lo, one.ratio_hi, METRICS[metric].better)
         rows.append(
             nothing
             | {
@@ -75,21 +73,13 @@ def _rows(group: Group, costs: dict[str, dict[str, Any]]) -> list[dict[str, Any]
                 "eager": one.a.value if one.a else None,
                 "graph": one.b.value if one.b else None,
                 "unit": FIGURES[metric].unit,
-                **gain,
+                **gain(one, metric),
                 "verdict": str(one.verdict),
                 "graphs_GB": None if pool is None else pool / 1e9,
                 "reason": one.reason,
             }
         )
     return rows
-
-
-def _gain(
-    ratio: float | None, lo: float | None, hi: float | None, better: str
-) -> dict[str, float | None]:
-    if better == "lower":
-        ratio, lo, hi = (None if v is None else 1 / v for v in (ratio, hi, lo))
-    return {"gain": ratio, "gain_lo": lo, "gain_hi": hi}
 
 
 def series(frame: pd.DataFrame) -> list[pd.DataFrame]:

@@ -73,3 +73,11 @@ def judged(a: pd.DataFrame, b: pd.DataFrame, metric: str) -> Judgement:
     unit = FIGURES[metric].unit
     sides = [Repeats(tuple(values(rows, metric)), unit) for rows in (a, b)]
     return judge(sides[0], sides[1], METRICS[metric].better)
+
+
+def gain(found: Judgement, metric: str) -> dict[str, float | None]:
+    """How many times better B is, with its 95 % interval: gain, gain_lo, gain_hi."""
+    ratio, lo, hi = found.ratio, found.ratio_lo, found.ratio_hi
+    if METRICS[metric].better == "lower":
+        ratio, lo, hi = (None if v is None else 1 / v for v in (ratio, hi, lo))
+    return {"gain": ratio, "gain_lo": lo, "gain_hi": hi}

@@ -69,10 +69,8 @@ class EngineSection:
     max_num_batched_tokens: int | None = None  # query tokens of a step; null: the engine's default
     num_pages: int | None = None  # pages of the K/V cache; null: from free memory
     overlap: bool | None = None  # plan a step while the one before it runs; null: on GPUs
-    fused: str = (
-        "layers"  # own kernels of steps that are not compiled (GPU); none: torch's operators;
-    )
-    # layers: norms, rotation and activation one kernel each; store: K/V written with the rotation
+    fused: str = "layers"  # own kernels on a GPU where nothing is compiled. none: torch's own ops;
+    # layers: norms, rotation, activation; store: K and V are written with the rotation too
     prefix_cache: bool = False  # reuse K/V of equal prefixes; off: repeats do equal work
     memory_utilization: float = 0.9  # share of a GPU's memory for weights and cache
     threads_per_rank: int | None = None  # intra-op threads of a CPU rank; null: cores // tp

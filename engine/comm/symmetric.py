@@ -1,4 +1,4 @@
-"""A process group whose all-reduces go through symmetric memory, by size: one-shot or two-shot."""
+"""A process group whose all-reduces go through symmetric memory, by size: one- or two-shot"""
 
 from __future__ import annotations
 

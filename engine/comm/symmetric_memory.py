@@ -1,4 +1,4 @@
-"""One buffer that every GPU of the group reads and writes, and sums over it; NVLink or PCIe P2P.
+"""Memory that every GPU of a group reads and writes, and sums over it (NVLink, PCIe P2P).
 
 The operators are torch's (torch.ops.symm_mem, torch >= 2.8): their kernels exchange signals before
 and after, so that a buffer may be written again as soon as its sum is enqueued. None uses

@@ -39,7 +39,7 @@ def test_norm_rotation_and_store_in_one(
     heads: int, kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype
 ) -> None:
     """Bit for bit what norm_and_rotate's kernel and store_kv give, and near float64."""
-    from engine.kernels.norm_rotate_triton import norm_and_rotate_triton, norm_rotate_store_triton
+    from engine.kernels.rotate_triton import norm_and_rotate_triton, norm_rotate_store_triton
 
     torch.manual_seed(0)
     weights = tuple(torch.randn(head_dim).mul(0.3).add(1).to(dtype) for _ in "qk")
@@ -73,7 +73,7 @@ def test_the_plain_formulas_are_what_the_kernels_give() -> None:
     qkv = torch.randn(5, 12, 64).bfloat16()
     rotary = RotaryEmbedding(64, 50, 1e4, "cpu")(torch.arange(40, 45))
     plain = norm_and_rotate(qkv[:, :8], qkv[:, 8:10], *norms, rotary, fused=False)
-    from engine.kernels.norm_rotate_triton import norm_and_rotate_triton
+    from engine.kernels.rotate_triton import norm_and_rotate_triton
 
     pair = (norms[0].weight, norms[1].weight)
     own = norm_and_rotate_triton(qkv[:, :8], qkv[:, 8:10], pair, 1e-6, rotary)

@@ -105,7 +105,7 @@ def test_no_build_follows_a_change_of_lengths_or_numbers(built: dict[str, Any]) 
 
 def test_layers_compile_once_for_any_number_of_tokens(built: dict[str, Any]) -> None:
     from engine.kernels import layers_triton as layers
-    from engine.kernels import norm_rotate_triton as rotation
+    from engine.kernels import rotate_triton as rotation
 
     weight = torch.ones(128, dtype=torch.bfloat16)
     counts = []

@@ -43,7 +43,7 @@ def test_norm_and_rotation_of_a_fused_projection(
     heads: int, kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype
 ) -> None:
     """Q and K of [T, q|k|v]: rows of heads at a distance; blocks of 8 heads whole and in part."""
-    from engine.kernels.norm_rotate_triton import norm_and_rotate_triton
+    from engine.kernels.rotate_triton import norm_and_rotate_triton
 
     torch.manual_seed(0)
     q_norm, k_norm = norm_of(head_dim, dtype), norm_of(head_dim, dtype)

@@ -32,3 +32,10 @@ def test_values_follow_the_gpus(gpus: int, prompt: int, batches: str, tp: str) -
         "batch": batches,
         "tp": tp,
     }
+
+
+@pytest.mark.parametrize(("tp", "comm"), [(1, "nccl"), (2, "symm_mem")])
+def test_a_lever_of_several_ranks_is_none_of_one(tp: int, comm: str) -> None:
+    resolvers.register(gpus=2)
+    cfg = OmegaConf.create({"tp": tp, "comm": "${on_ranks:${tp},symm_mem,nccl}"})
+    assert OmegaConf.to_container(cfg, resolve=True) == {"tp": tp, "comm": comm}

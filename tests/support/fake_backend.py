@@ -205,8 +205,8 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
         },
         "engine": {
             "max_model_len": None, "max_num_seqs": 16, "max_num_batched_tokens": None,
-            "num_pages": None, "overlap": None, "prefix_cache": False, "memory_utilization": 0.9,
-            "threads_per_rank": None, "seed": 0,
+            "num_pages": None, "overlap": None, "fused": "layers", "prefix_cache": False,
+            "memory_utilization": 0.9, "threads_per_rank": None, "seed": 0,
         },
         "measure": {
             "name": "quick", "warmup": 1, "min_repeats": 2, "max_repeats": 2, "rel_noise": 0.05,
