@@ -40,7 +40,7 @@ class EngineConfig:
         max_num_seqs: requests resident at once.
         max_num_batched_tokens: query tokens of one step at most (the chunked-prefill budget).
         page_size: tokens of one K/V page; None: what the attention backend likes (flash2: 256,
-            triton: 64, sdpa: 16).
+            flash4: 256, triton: 64, sdpa: 16).
         num_pages: pages of the cache; None: from free memory (`memory_utilization` of the GPU's
             memory; on a CPU what max_num_seqs requests of max_model_len need, at most
             `cpu_kv_bytes`).

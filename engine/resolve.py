@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from engine.attention import flash, triton_paged
+from engine.attention import flash, flash4, triton_paged
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
@@ -18,9 +20,15 @@ from engine.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-# What this version can run, by device type; the others of config.py are refused by name.
-ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "triton", "sdpa")}
-PAGE_SIZES = {"flash2": flash.PAGE_MULTIPLE, "triton": triton_paged.PAGE_SIZE, "sdpa": 16}
+# What this version can run, by device type; the others of config.py are refused by name. auto takes
+# the first that can run; flash4 comes last because it has not been measured inside a step.
+ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "triton", "sdpa", "flash4")}
+PAGE_SIZES = {
+    "flash2": flash.PAGE_MULTIPLE,
+    "flash4": flash4.PAGE_MULTIPLE,
+    "triton": triton_paged.PAGE_SIZE,
+    "sdpa": 16,
+}
 # The first of comm is what auto becomes. On GPUs that stays nccl: in CUDA graphs of two H200s an
 # all-reduce of 64 KiB inside a step took as long by NCCL as one-shot with a copy back (11 us; alone
 # 12 and 7), and the form without copies has not been measured inside a step.
@@ -55,7 +63,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
             "set enforce_eager=True"
         )
     dtype = shape.dtype if config.dtype == "auto" else config.dtype
-    attention = _attention(config, shape, device, dtype)
+    attention = _attention(config, shape, device, first_gpu, dtype)
     decided: dict[str, Any] = {
         "device": device,
         "first_gpu": first_gpu,
@@ -96,28 +104,34 @@ def _device(config: EngineConfig) -> tuple[str, int]:
     return device, first_gpu
 
 
-def _attention(config: EngineConfig, shape: ModelShape, device: str, dtype: str) -> str:
+def _attention(
+    config: EngineConfig, shape: ModelShape, device: str, first_gpu: int, dtype: str
+) -> str:
     """auto is the first of ATTENTION that can run; one asked for by name runs or is an error."""
     allowed = ATTENTION[device]
-    obstacles = {
-        "flash2": flash2_obstacle(config.page_size, shape.head_dim, dtype),
-        "triton": triton_obstacle(shape.head_dim),
-        "sdpa": None,
+    page_size, head_dim = config.page_size, shape.head_dim
+    obstacles: dict[str, Callable[[], str | None]] = {
+        "flash2": lambda: flash2_obstacle(page_size, head_dim, dtype),
+        "triton": lambda: triton_obstacle(head_dim),
+        "sdpa": lambda: None,
+        "flash4": lambda: flash4_obstacle(page_size, head_dim, dtype, _capability(first_gpu)),
     }
     if config.attention != "auto":
         name = _choose("attention", config.attention, allowed, device)
-        if obstacles[name] is not None:
-            raise ConfigError(f"attention={name!r}: {obstacles[name]}")
+        reason = obstacles[name]()
+        if reason is not None:
+            raise ConfigError(f"attention={name!r}: {reason}")
         return name
-    name = next(name for name in allowed if obstacles[name] is None)
+    name = next(name for name in allowed if obstacles[name]() is None)
     for other in allowed[: allowed.index(name)]:
-        logger.warning("attention=auto takes %s, not %s: %s", name, other, obstacles[other])
+        logger.warning("attention=auto takes %s, not %s: %s", name, other, obstacles[other]())
     return name
 
 
 def flash2_obstacle(page_size: int | None, head_dim: int, dtype: str) -> str | None:
     """Why flash-attn 2 cannot run on a GPU, None if it can."""
-    if importlib.util.find_spec("flash_attn") is None:
+    found = importlib.util.find_spec("flash_attn")
+    if found is None or found.origin is None:  # flash-attn-4 alone is a folder without a module
         return "the package flash-attn is not installed; pip install flash-attn"
     if dtype == "float32":
         return "it has no float32 kernels; set dtype=bfloat16 or float16"
@@ -126,6 +140,35 @@ def flash2_obstacle(page_size: int | None, head_dim: int, dtype: str) -> str | N
     if head_dim > 256 or head_dim % 8:
         return f"head_dim={head_dim}: it takes multiples of 8 up to 256"
     return None
+
+
+def flash4_obstacle(
+    page_size: int | None, head_dim: int, dtype: str, capability: tuple[int, int] | None
+) -> str | None:
+    """Why attention=flash4 cannot run on a GPU of this compute capability (None: not known), None
+    if it can."""
+    if not _installed("flash-attn-4"):
+        return "the package flash-attn-4 is not installed; pip install 'flash-attn-4[cu13]'"
+    if capability is not None and capability[0] not in flash4.MAJORS:
+        majors = ", ".join(f"{major}.x" for major in flash4.MAJORS)
+        return (
+            f"this GPU has compute capability {'.'.join(map(str, capability))}: it needs {majors}"
+        )
+    if capability is not None and capability[0] > 9 and head_dim > 128 and head_dim != 256:
+        return f"head_dim={head_dim}: on this GPU it takes up to 128, and 256"
+    obstacle = flash2_obstacle(page_size, head_dim, dtype)
+    return None if obstacle is None else f"it decodes by flash-attn 2: {obstacle}"
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _capability(gpu: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(gpu)
 
 
 def triton_obstacle(head_dim: int) -> str | None:

@@ -30,6 +30,15 @@ def engine_flash2(page_size: int | None, head_dim: int, dtype: str) -> str | Non
     return flash2_obstacle(page_size, head_dim, dtype)
 
 
+def engine_flash4(page_size: int | None, head_dim: int, dtype: str) -> str | None:
+    """What the engine itself finds, of the first GPU."""
+    from engine.resolve import flash4_obstacle
+    from harness.hardware import gpus
+
+    major, _, minor = gpus()[0]["capability"].partition(".") if gpus() else ("", "", "")
+    return flash4_obstacle(page_size, head_dim, dtype, (int(major), int(minor)) if major else None)
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the planner asks of a machine.
@@ -40,7 +49,7 @@ class Machine:
         cxx: path of the C++ compiler that torch.compile would call on a CPU, None without one.
         packages: versions of the optional packages that are installed (triton); and the modules
             that other engines need and that can be imported, without a version.
-        flash2: (page_size, head_dim, dtype) -> why flash-attn 2 cannot run, None if it can.
+        flash2, flash4: (page_size, head_dim, dtype) -> why that backend cannot run, None if it can.
     """
 
     gpus: int
@@ -48,6 +57,7 @@ class Machine:
     cxx: str | None
     packages: dict[str, str]
     flash2: Callable[[int | None, int, str], str | None] = engine_flash2
+    flash4: Callable[[int | None, int, str], str | None] = engine_flash4
 
     @classmethod
     def probe(cls) -> Machine:
@@ -143,14 +153,15 @@ def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) 
     reason = _not_in_engine("attention", cfg, machine, ATTENTION)
     if reason is None and cfg["attention"] == "triton" and "triton" not in machine.packages:
         return "attention=triton needs the package triton; not installed"
-    if reason is not None or cfg["attention"] != "flash2":
+    asked = {"flash2": machine.flash2, "flash4": machine.flash4}.get(cfg["attention"])
+    if reason is not None or asked is None:
         return reason
     dtype = cfg.get("dtype", "auto")
     if dtype == "auto":
         dtype = DTYPE if shape is None else shape.dtype
     head_dim = HEAD_DIM if shape is None else shape.head_dim
-    obstacle = machine.flash2(cfg.get("page_size"), head_dim, dtype)
-    return None if obstacle is None else f"attention=flash2: {obstacle}"
+    obstacle = asked(cfg.get("page_size"), head_dim, dtype)
+    return None if obstacle is None else f"attention={cfg['attention']}: {obstacle}"
 
 
 def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:

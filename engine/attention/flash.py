@@ -25,23 +25,12 @@ def attend(
     """q [T, h, D] -> [T, h, D]; the other arguments as in ForwardBatch. K/V of this step's tokens
     must stand in the caches. A step that only decodes reads nothing back from the GPU, and neither
     does one with prompt chunks."""
-    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    from flash_attn import flash_attn_varlen_func
 
     num_seqs, max_query, max_len, num_decodes = host_meta.tolist()
-
-    def decode(rows: int) -> torch.Tensor:
-        return flash_attn_with_kvcache(
-            q[:rows].unsqueeze(1),
-            k_cache,
-            v_cache,
-            cache_seqlens=seq_lens[:rows],
-            block_table=block_tables[:rows],
-            softmax_scale=scale,
-            causal=True,
-        ).squeeze(1)
-
+    cache = (k_cache, v_cache, block_tables, seq_lens)
     if num_decodes == num_seqs:
-        return decode(num_seqs)
+        return decode(q[:num_seqs], *cache, scale)
     chunks = slice(num_decodes, num_seqs + 1)
     out = flash_attn_varlen_func(
         q,
@@ -57,5 +46,28 @@ def attend(
         block_table=block_tables[num_decodes:num_seqs],
     )
     if num_decodes:
-        out[:num_decodes] = decode(num_decodes)
+        out[:num_decodes] = decode(q[:num_decodes], *cache, scale)
     return out
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The first len(q) sequences, one row each: q [n, h, D] -> [n, h, D]."""
+    from flash_attn import flash_attn_with_kvcache
+
+    rows = len(q)
+    return flash_attn_with_kvcache(
+        q.unsqueeze(1),
+        k_cache,
+        v_cache,
+        cache_seqlens=seq_lens[:rows],
+        block_table=block_tables[:rows],
+        softmax_scale=scale,
+        causal=True,
+    ).squeeze(1)

@@ -6,10 +6,12 @@ import importlib.util
 import logging
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 import pytest
 import torch
 
+from engine import resolve as resolve_module
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.resolve import resolve
@@ -17,6 +19,7 @@ from engine.shape import ModelShape
 from tests.support.checkpoints import Checkpoints
 
 FLASH, TRITON = "flash_attn", "triton"
+CUTE = "only flash-attn-4"
 
 
 @pytest.fixture
@@ -31,7 +34,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, shape: ModelShape) -> set[str]:
     packages = {FLASH, TRITON}
 
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, None) if name in packages else None
+        if name not in packages:
+            return None
+        # flash-attn-4 alone leaves a folder flash_attn without a module.
+        return ModuleSpec(name, None, origin=None if CUTE in packages else f"{name}/__init__.py")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -102,8 +108,6 @@ def test_a_chosen_backend_that_cannot_run_is_refused(
     installed.clear()
     with pytest.raises(ConfigError, match="attention='triton': the package triton is not inst"):
         resolve(EngineConfig(model="", attention="triton"), shape)
-    with pytest.raises(ConfigError, match="this engine has flash2, triton, sdpa"):
-        resolve(EngineConfig(model="", attention="flash4"), shape)
 
 
 def test_symmetric_memory_is_asked_for_by_name(
@@ -120,3 +124,50 @@ def test_symmetric_memory_is_asked_for_by_name(
         comm("symm_mem", "float16")
     with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has nccl, symm"):
         comm("gloo")
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> list[int]:
+    """That of the GPU; flash-attn-4 is installed where the set says so."""
+    found = [9, 0]
+    monkeypatch.setattr(resolve_module, "_installed", lambda name: name in installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: tuple(found))
+    installed.add("flash-attn-4")
+    return found
+
+
+def flash4(shape: ModelShape, **options: Any) -> tuple[str, int]:
+    config = EngineConfig(model="", **{"dtype": "bfloat16", "attention": "flash4", **options})
+    resolved = resolve(config, shape)
+    return resolved.attention, resolved.page_size
+
+
+def test_flash4_is_asked_for_by_name(capability: list[int], shape: ModelShape) -> None:
+    assert flash4(shape) == ("flash4", 256)
+    assert flash4(shape, attention="auto") == ("flash2", 256)
+    capability[:] = [10, 0]
+    assert flash4(replace(shape, head_dim=256)) == ("flash4", 256)
+
+
+def test_flash4_that_cannot_run_is_refused(
+    capability: list[int], installed: set[str], shape: ModelShape
+) -> None:
+    def refused(why: str, own: ModelShape = shape, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=f"attention='flash4': {why}"):
+            flash4(own, **options)
+
+    refused("it decodes by flash-attn 2: page_size=64", page_size=64)
+    refused("it decodes by flash-attn 2: it has no float32 kernels", dtype="float32")
+    refused("it decodes by flash-attn 2: head_dim=320", replace(shape, head_dim=320))
+    capability[:] = [10, 3]
+    refused("head_dim=192: on this GPU", replace(shape, head_dim=192))
+    for other in ([8, 0], [12, 0]):
+        capability[:] = other
+        refused(f"this GPU has compute capability {other[0]}.0: it needs 9.x, 10.x, 11.x")
+    capability[:] = [9, 0]
+    installed.add(CUTE)
+    refused("it decodes by flash-attn 2: the package flash-attn is not installed")
+    installed.discard("flash-attn-4")
+    refused("the package flash-attn-4 is not installed; pip install 'flash-attn-4")
+    with pytest.raises(ConfigError, match="on device cpu this engine has sdpa"):
+        flash4(shape, device="cpu", enforce_eager=True)

@@ -24,6 +24,7 @@ FOUND: dict[str, Any] = {
         "torch": "2.13.0",
         "triton": None,
         "flash_attn": None,
+        "flash_attn_4": None,
         "nvtx": "0.2",
         "vllm": None,
     },
@@ -81,6 +82,8 @@ def test_the_tables_say_what_to_install() -> None:
     )
     vllm = next(row for row in rows if row[:1] == ["vllm"])
     assert " ".join(vllm) == "vllm none backend=vllm: pip install 'rangefinder[peers]'"
+    newer = next(row for row in rows if row[:1] == ["flash_attn_4"])
+    assert " ".join(newer).startswith("flash_attn_4 none attention=flash4: pip install 'flash-attn")
     without = shown(installed_table(FOUND, Machine(gpus=0, cores=2, cxx=None, packages={})))
     compiler = next(" ".join(row) for row in without if row[:2] == ["C++", "compiler"])
     assert compiler.endswith("install g++ or set CXX")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from harness.__main__ import conf_folder
 from harness.config import AXES, SettingsError, register
 from harness.fingerprint import checkpoint
 from harness.launcher import compose
-from harness.machine import Machine, skip_reason
+from harness.machine import Machine, engine_flash4, skip_reason
 from harness.plan import resolve
 from tests.support.plans import CPU, SURROUNDINGS, config, plan, sweep
 
@@ -30,7 +31,13 @@ def flash2(page_size: int | None, head_dim: int, dtype: str) -> str | None:
     return f"page_size={page_size}" if (page_size or 256) % 256 else None
 
 
-GPUS = Machine(gpus=4, cores=32, cxx=None, packages={"triton": "3.6"}, flash2=flash2)
+def no_flash4(page_size: int | None, head_dim: int, dtype: str) -> str | None:
+    return "not installed"
+
+
+GPUS = Machine(
+    gpus=4, cores=32, cxx=None, packages={"triton": "3.6"}, flash2=flash2, flash4=no_flash4
+)
 NO_FLASH = Machine(gpus=4, cores=32, cxx=None, packages={}, flash2=lambda *_: "not installed")
 NO_FLOAT = "it has no float32 kernels"
 OTHERS = "is not in this version of the engine, which has"
@@ -203,7 +210,9 @@ SKIPPED = [
     (GPUS, {"attention": "flash2", "page_size": 16}, "attention=flash2: page_size=16"),
     (GPUS, {"attention": "flash2", "dtype": "float32"}, f"attention=flash2: {NO_FLOAT}"),
     (NO_FLASH, {"attention": "flash2"}, "attention=flash2: not installed"),
-    (GPUS, {"attention": "flash4"}, f"attention=flash4 {OTHERS} flash2, triton, sdpa on cuda"),
+    (GPUS, {"attention": "flash4"}, "attention=flash4: not installed"),
+    (replace(GPUS, flash4=flash2), {"attention": "flash4"}, None),
+    (CPU, {"attention": "flash4"}, "attention=flash4 needs a CUDA device; none visible"),
     (GPUS, {"attention": "triton", "page_size": 1, "dtype": "float32"}, None),
     (
         NO_FLASH,
@@ -224,6 +233,21 @@ def test_what_cannot_run_says_why(
 ) -> None:
     found = skip_reason(resolve(config(**{"timing": "host", **settings}), machine), machine)
     assert found == reason
+
+
+def test_flash4_asks_for_the_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which NVML tells without a CUDA context."""
+    from engine import resolve as of_engine
+    from harness import hardware
+
+    monkeypatch.setattr(of_engine, "_installed", lambda name: True)
+    monkeypatch.setattr(of_engine, "flash2_obstacle", lambda *_: None)
+    machine = replace(GPUS, flash4=engine_flash4)
+    settings = resolve(config(attention="flash4", timing="host"), machine)
+    for capability, reason in (("9.0", None), ("12.1", "this GPU has compute capability 12.1")):
+        monkeypatch.setattr(hardware, "gpus", lambda c=capability: ({"capability": c},))
+        found = skip_reason(settings, machine)
+        assert found is None if reason is None else reason in str(found)
 
 
 def test_flash2_is_asked_about_the_models_own_shape() -> None:
