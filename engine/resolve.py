@@ -148,7 +148,9 @@ def flash4_obstacle(
     """Why attention=flash4 cannot run on a GPU of this compute capability (None: not known), None
     if it can."""
     if not _installed("flash-attn-4"):
-        return "the package flash-attn-4 is not installed; pip install 'flash-attn-4[cu13]'"
+        return (
+            "the package flash-attn-4 is not installed; pip install 'flash-attn-4[cu13]==4.0.0b36'"
+        )
     if capability is not None and capability[0] not in flash4.MAJORS:
         majors = ", ".join(f"{major}.x" for major in flash4.MAJORS)
         return (
