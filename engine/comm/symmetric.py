@@ -43,8 +43,9 @@ class SymmetricCommunicator(ProcessGroupCommunicator):
     In a step that torch does not compile, a row-parallel product is written into the buffer by its
     matmul and its sum goes to ordinary memory: nothing is copied. Any other tensor is copied into
     the buffer and its sum comes back in one kernel. (torch's one_shot_all_reduce_copy_out would
-    copy and sum in one, but no barrier stands between a block's copy and its signal, so that a peer
-    may read what is not there yet: torch 2.11 to 2.13, one_shot_all_reduce_kernel.)
+    copy and sum in one; but in its kernel's source, one_shot_all_reduce_kernel, no barrier of the
+    block stands between the copy and the signal that its first threads give, so that a peer may
+    read what the other threads have yet to write.)
 
     Sums are rounded after each addition, in the order of the ranks: of two ranks as NCCL's.
     """
