@@ -12,7 +12,13 @@ from tests.support.interpreter import require_interpreter
 
 require_interpreter()
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def near(found: torch.Tensor, exact: torch.Tensor, roundings: int) -> None:
+    """Within so many roundings of the float64 result."""
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=roundings * eps, atol=4 * eps)
 
 
 def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
@@ -34,6 +40,10 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     own, reference = add_rms_norm_triton(x, residual, norm.weight, 1e-6), norm(x, residual)
     torch.testing.assert_close(own[0], reference[0])
     assert torch.equal(own[1], reference[1])
+    total = x.double() + residual.double()
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    near(own[0], normed * norm.weight.double(), roundings=2)
+    near(own[1], total, roundings=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,13 +68,16 @@ def test_norm_and_rotation_of_a_fused_projection(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [40, 1500])
+@pytest.mark.parametrize("size", [40, 1025, 1500])
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     from engine.kernels.layers_triton import silu_and_mul_triton
 
     torch.manual_seed(0)
     x = torch.randn(3, 2 * size).to(dtype)
-    torch.testing.assert_close(silu_and_mul_triton(x), SiluAndMul()(x))
+    own = silu_and_mul_triton(x)
+    torch.testing.assert_close(own, SiluAndMul()(x))
+    gate, up = x.double().chunk(2, dim=-1)
+    near(own, gate / (1 + (-gate).exp()) * up, roundings=2)
 
 
 def test_store_kv() -> None:
