@@ -9,9 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+import torch
 
 from experiments.base import ExperimentError, report
 from experiments.levers import EXPERIMENT, LEVERS, TAKEN, cells, summary
+from harness.__main__ import conf_folder
+from harness.config import register
+from harness.launcher import compose
 from harness.store import load
 from tests.support.made_runs import noisy, write_cell
 
@@ -150,3 +154,19 @@ def test_where_no_token_follows_the_first_its_time_decides() -> None:
     ]  # fmt: skip
     found = cells(pd.DataFrame(rows))
     assert found[["lever", "gain"]].to_numpy().tolist() == [["attention", 3.0], ["comm", 5.0]]
+
+
+def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one rank there is no symmetric memory: its point is the base's and measured once."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    register()
+    points = compose(["+experiment=levers", "model=qwen3-0.6b", "batch=1"], conf_folder())
+    pulled: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for cfg in points:
+        values = {n: cfg["engine"][n[7:]] if n.startswith("engine.") else cfg[n] for n in LEVERS}
+        assert cfg["enforce_eager"] is False
+        pulled[cfg["tp"]].append({n: v for n, v in values.items() if v != TAKEN[n]})
+    single = [{"engine.overlap": False}, {"attention": "triton"}, {"engine.fused": "none"},
+              {"engine.fused": "store"}]  # fmt: skip
+    assert pulled[1] == [{}, *single[:2], {}, *single[2:]]
+    assert pulled[2] == [{}, *single[:2], {"comm": "symm_mem"}, *single[2:]]
