@@ -12,7 +12,7 @@ COMPILE_MODES = ("off", "layer", "model")
 ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
 COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 LOAD_FORMATS = ("auto", "dummy")
-FUSED = ("none", "layers", "store")
+FUSED = ("auto", "none", "layers", "store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,8 @@ class EngineConfig:
             full graph).
         fused: own kernels of steps on a GPU that torch does not compile. none: torch's operators;
             layers: norm, residual add + norm, norm + rotation of Q and K, and SwiGLU's activation
-            are one kernel each; store: and the one that rotates K writes K and V to the cache.
+            are one kernel each; store: and the one that rotates K writes K and V to the cache;
+            auto: layers on a GPU, none on a CPU.
         max_model_len: prompt + output of one request at most; None: the model's own limit
             (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.
@@ -65,7 +66,7 @@ class EngineConfig:
     compile: str = "off"
     attention: str = "auto"
     comm: str = "auto"
-    fused: str = "layers"
+    fused: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192

@@ -33,6 +33,7 @@ PAGE_SIZES = {
 # all-reduce of 64 KiB inside a step took as long by NCCL as one-shot with a copy back (11 us; alone
 # 12 and 7), and the form without copies has not been measured inside a step.
 COMM = {"cpu": ("gloo",), "cuda": ("nccl", "symm_mem")}
+FUSED = {"cpu": ("none",), "cuda": ("layers", "store", "none")}
 
 
 def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
@@ -71,6 +72,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "attention": attention,
         "page_size": config.page_size or PAGE_SIZES[attention],
         "comm": _comm(config, device, dtype),
+        "fused": _choose("fused", config.fused, FUSED[device], device),
         "max_model_len": max_model_len,
         "overlap": device == "cuda" if config.overlap is None else config.overlap,
         "threads_per_rank": config.threads_per_rank or max(1, _cores() // config.tp),

@@ -14,7 +14,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "device": ("auto", "cpu", "cuda"),
     "model.load_format": ("auto", "dummy"),
-    "engine.fused": ("none", "layers", "store"),
+    "engine.fused": ("auto", "none", "layers", "store"),
     "workload.kind": ("decode", "prefill", "nano_vllm", "trace"),
     "timing": ("auto", "stamps", "events", "host"),
     "cache": ("cold", "warm"),
@@ -69,8 +69,9 @@ class EngineSection:
     max_num_batched_tokens: int | None = None  # query tokens of a step; null: the engine's default
     num_pages: int | None = None  # pages of the K/V cache; null: from free memory
     overlap: bool | None = None  # plan a step while the one before it runs; null: on GPUs
-    fused: str = "layers"  # own kernels on a GPU where nothing is compiled. none: torch's own ops;
-    # layers: norms, rotation, activation; store: K and V are written with the rotation too
+    fused: str = "auto"  # own kernels on a GPU where nothing is compiled. none: torch's own ops;
+    # layers: norms, rotation, activation; store: K and V are written with the rotation too;
+    # auto: layers on GPUs
     prefix_cache: bool = False  # reuse K/V of equal prefixes; off: repeats do equal work
     memory_utilization: float = 0.9  # share of a GPU's memory for weights and cache
     threads_per_rank: int | None = None  # intra-op threads of a CPU rank; null: cores // tp

@@ -109,7 +109,7 @@ def skip_reason(
     if cfg["backend"] != "native":
         reason = abilities.skip_reason(cfg, machine.gpus, machine.packages, shape)
         return _device(cfg, machine) if reason is None else reason
-    for check in (_device, _graphs, _compile, _comm, _timing):
+    for check in (_device, _graphs, _compile, _comm, _fused, _timing):
         reason = check(cfg, machine)
         if reason is not None:
             return reason
@@ -168,6 +168,13 @@ def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:
     from engine.resolve import COMM
 
     return _not_in_engine("comm", cfg, machine, COMM)
+
+
+def _fused(cfg: dict[str, Any], machine: Machine) -> str | None:
+    asked = cfg.get("engine", {}).get("fused", "auto")
+    return (
+        None if asked in ("auto", "none") else _no_gpu(f"engine.fused={asked} needs", cfg, machine)
+    )
 
 
 def _timing(cfg: dict[str, Any], machine: Machine) -> str | None:

@@ -171,3 +171,16 @@ def test_flash4_that_cannot_run_is_refused(
     refused("the package flash-attn-4 is not installed; pip install 'flash-attn-4")
     with pytest.raises(ConfigError, match="on device cpu this engine has sdpa"):
         flash4(shape, device="cpu", enforce_eager=True)
+
+
+def test_own_kernels_are_a_gpus(installed: set[str], shape: ModelShape) -> None:
+    def fused(asked: str, **options: Any) -> str:
+        return resolve(
+            EngineConfig(model="", fused=asked, dtype="bfloat16", **options), shape
+        ).fused
+
+    assert [fused(asked) for asked in ("auto", "none", "store")] == ["layers", "none", "store"]
+    on_cpu: dict[str, Any] = {"device": "cpu", "enforce_eager": True}
+    assert fused("auto", **on_cpu) == "none"
+    with pytest.raises(ConfigError, match="fused='store': on device cpu this engine has none"):
+        fused("store", **on_cpu)

@@ -205,7 +205,7 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
         },
         "engine": {
             "max_model_len": None, "max_num_seqs": 16, "max_num_batched_tokens": None,
-            "num_pages": None, "overlap": None, "fused": "layers", "prefix_cache": False,
+            "num_pages": None, "overlap": None, "fused": "auto", "prefix_cache": False,
             "memory_utilization": 0.9, "threads_per_rank": None, "seed": 0,
         },
         "measure": {
