@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from harness.calibration.measure import ensure
 from harness.config import AXES, SettingsError, as_written
 from harness.console import print_line, print_table, stdout
+from harness.device_lock import LockError, devices_of, held
 from harness.execute import Execution
 from harness.fingerprint import surroundings
 from harness.forecast import Forecast
@@ -100,7 +101,7 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
             except KeyboardInterrupt:
                 interrupted = True
                 print(f"interrupted; {AGAIN}", file=sys.stderr)
-            except StorageError as error:
+            except (StorageError, LockError) as error:
                 print(f"error: {error}", file=sys.stderr)
             try:
                 reported = report(run)
@@ -132,11 +133,13 @@ def _execute(run: RunFolder, functions: Functions) -> bool:
     execution = Execution(run, functions, write_status, cache_root() / "compile")
     with execution.reporter() as reporter:
         reporter.say(_announcement(run, execution))
-        if any(point.skip is None and point.cfg["device"] == "cuda" for point in points):
-            missing = ensure(points[0].cfg)
-            if missing is not None:
-                reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
-        complete = execution.go(reporter)
+        devices = devices_of([unit.point for group in execution.groups for unit in group])
+        with held(devices, points[0].cfg["device_lock"], str(run.path), reporter.say):
+            if any(point.skip is None and point.cfg["device"] == "cuda" for point in points):
+                missing = ensure(points[0].cfg)
+                if missing is not None:
+                    reporter.say(f"no ceilings of this GPU, so MBU and MFU are null: {missing}")
+            complete = execution.go(reporter)
         if not complete:
             reporter.say(f"stopped by fail_fast; {AGAIN}")
     return complete

@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "workload.kind": ("decode", "prefill", "nano_vllm", "trace"),
     "timing": ("auto", "stamps", "events", "host"),
     "cache": ("cold", "warm"),
+    "device_lock": ("wait", "refuse", "off"),
 }
 ENGINE_AXES = ("tp", "enforce_eager", "compile", "attention", "comm", "page_size", "dtype",
                "device")  # fmt: skip
@@ -145,6 +146,8 @@ class BenchConfig:
     # comparison such as ">=8" or "!=off"
     fail_fast: bool = False  # true: stop after the first point that fails; the others stay pending
     # for the same command to measure
+    device_lock: str = "wait"  # another run is timing on a device of this one: wait for its end, or
+    # refuse; off: time beside it, for tests alone
     resume: str = "auto"  # auto (newest unfinished run of the same plan), never, or a run folder
     results_dir: str = "results/runs"  # run folders are made here
 

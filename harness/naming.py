@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config import AXES, as_written
 
-OF_THE_RUN = ("experiment", "results_dir", "resume", "fail_fast", "skip")
+OF_THE_RUN = ("experiment", "results_dir", "resume", "fail_fast", "skip", "device_lock")
 """Settings of a run, not of what is measured."""
 SHORT = {"model.name": "model", "workload.kind": "workload", "measure.name": "measure"}
 """Names of groups stand for them, as in the table of points."""

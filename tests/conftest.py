@@ -6,12 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 # Before transformers is imported anywhere: a test that would ask a hub fails, here as in CI.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Of this process alone: tests that run side by side (-n 2) do not wait for each other's runs, nor
+# for a user's. Within one process they hold the locks as users do.
+_LOCKS = tempfile.TemporaryDirectory(prefix="rangefinder-locks-")
+os.environ["RANGEFINDER_LOCKS"] = _LOCKS.name
 
 
 def pytest_configure() -> None:

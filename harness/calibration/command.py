@@ -11,6 +11,7 @@ from harness.calibration.measure import calibrate
 from harness.calibration.parts import default_worlds, plan
 from harness.calibration.tables import LEFT, WRAPPED, remarks, tables
 from harness.console import markdown_table, print_line, print_table, stdout
+from harness.device_lock import LockError, gpu_names, held
 from harness.machine import Machine
 
 
@@ -38,12 +39,20 @@ def main(arguments: Sequence[str]) -> int:
     todo = names if options.again else calibration.missing(names)
     failed: list[str] = []
 
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     def ended(name: str, reason: str | None, seconds: float) -> None:
         failed.extend([name] if reason is not None else [])
-        print(f"{name}: {reason or f'{seconds:.1f} s'}", file=sys.stderr, flush=True)
+        say(f"{name}: {reason or f'{seconds:.1f} s'}")
 
+    devices = gpu_names(max(worlds)) if machine.device == "cuda" else ["cpu"]
     try:
-        calibrate(calibration, todo, machine, ended)
+        with held(devices if todo else [], "wait", str(calibration.path), say):
+            calibrate(calibration, todo, machine, ended)
+    except LockError as error:
+        say(f"calibrate: {error}")
+        return 1
     except KeyboardInterrupt:
         print(f"interrupted; {calibration.path} has what was measured", file=sys.stderr)
         return 130

@@ -39,6 +39,12 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         self.opened -= 1
 
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.values)
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}{handle}{handle}{handle}-aaaa"
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
