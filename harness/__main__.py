@@ -25,6 +25,7 @@ FORMS = ("--markdown", "--csv", "--json", "--repeats")
 """What `collect` prints instead of its table."""
 PYTHONS = ((3, 11), (3, 13))
 """The oldest and the newest Python; pyproject.toml says the same to installers."""
+ACROSS = "--across-machines"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,12 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "profile" and "--read" in arguments:
         return read_export(arguments)
     from harness.commands import list_points, run_points
+    from harness.fanout.folder import list_jobs
     from harness.launcher import run
 
     try:
         if verb == "profile":
             return profile(arguments)
-        return run(arguments, conf_folder(), list_points if verb == "list" else run_points)
+        if verb == "list":
+            return run(arguments, conf_folder(), list_points, list_jobs)
+        from harness.fanout.command import fan_out
+
+        return run(arguments, conf_folder(), run_points, fan_out)
     except KeyboardInterrupt:
         return 130
 
@@ -103,28 +109,41 @@ def conf_folder() -> Path:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """Prints the tables of a run again, from its files; --markdown, --csv or --json to publish
-    them, --repeats for the figures of every repeat as CSV."""
+    """Prints the tables of a run, or of several as one, again from their files; --markdown, --csv
+    or --json to publish them, --repeats for the figures of every repeat as CSV."""
     flags = [argument for argument in arguments if argument.startswith("-")]
-    folders = [argument for argument in arguments if not argument.startswith("-")]
-    if len(folders) != 1 or len(flags) > 1 or set(flags) - set(FORMS):
-        print("collect: name one run folder, as in python -m harness collect results/runs/NAME "
-              f"[{' | '.join(FORMS)}]", file=sys.stderr)  # fmt: skip
+    folders = [Path(argument) for argument in arguments if not argument.startswith("-")]
+    across = ACROSS in flags
+    flags = [flag for flag in flags if flag != ACROSS]
+    if not folders or len(flags) > 1 or set(flags) - set(FORMS):
+        print("collect: name a run folder, or several, as in python -m harness collect "
+              f"results/runs/NAME [{' | '.join(FORMS)}] [{ACROSS}]", file=sys.stderr)  # fmt: skip
         return 2
-    run = Path(folders[0])
-    if not (run / "plan.json").is_file():
-        print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
-        return 2
-    from harness import export, repeats, report
+    from harness import export, merged, repeats, report
     from harness.console import stdout
+    from harness.fanout.folder import is_fan_out, runs_below
     from harness.store import StoreError
 
+    runs = [run for one in folders for run in (runs_below(one) if is_fan_out(one) else [one])]
+    for run in runs:
+        if not (run / "plan.json").is_file():
+            print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
+            return 2
+    if not runs:
+        print(f"collect: no job of {folders[0]} has planned its points yet", file=sys.stderr)
+        return 1
     try:
+        found = merged.merge(runs, across_machines=across)
+        for note in found.notes:
+            print(note, file=sys.stderr)
         if flags:
             make = {"--markdown": export.markdown, "--csv": export.csv, "--json": export.to_json}
-            print((make | {"--repeats": repeats.csv})[flags[0]](run).rstrip("\n"))
+            print((make | {"--repeats": repeats.csv})[flags[0]](found).rstrip("\n"))
         else:
-            report.print_summary(run, stdout())
+            report.print_summary(found, stdout())
+    except merged.MachinesDiffer as error:
+        print(f"collect: {error}", file=sys.stderr)
+        return 2
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -189,8 +189,16 @@ def result_line(run: RunFolder) -> str:
     return json.dumps(line, separators=(",", ":"), allow_nan=False)
 
 
-def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Outcome) -> None:
-    """The tables of a point that was skipped or whose engine could not say how it ended."""
+def write_status(
+    out: Path,
+    point: Point,
+    process: int,
+    run_id: str,
+    outcome: Outcome,
+    environment: Mapping[str, Any] | None = None,
+) -> None:
+    """The tables of a point that was skipped or whose engine could not say how it ended;
+    `environment`: of the machine that it was for, this one if left out."""
     from harness.point import status_only_tables
     from harness.store import write_point
 
@@ -200,6 +208,7 @@ def write_status(out: Path, point: Point, process: int, run_id: str, outcome: Ou
         outcome.reason,
         run_id=run_id,
         process=process,
+        environment=environment,
         traceback=outcome.traceback,
     )
     write_point(out, tables)

@@ -14,7 +14,7 @@ Measures tensor-parallel inference, collective by collective.
   python -m harness list +experiment=NAME [SETTING=VALUE ...]   print its points in their order
   python -m harness profile +experiment=NAME [SETTING=VALUE]    run one point under nsys
   python -m harness profile --read EXPORT.sqlite                what an export of nsys says
-  python -m harness collect RUN [--csv|--json|...]              print the tables of a run again
+  python -m harness collect RUN... [--csv|--json|...]           print the tables of runs again
   python -m harness compare A B                                 is run B slower than run A?
   python -m harness calibrate [--world 1,2]                     measure this machine, once
   python -m harness predict RUN... [--tp 4,8] [--model NAME]    step times that nobody measured

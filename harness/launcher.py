@@ -1,8 +1,9 @@
 """Hydra's end of the harness: a command line -> the configurations of all its points.
 
-Hydra's own launchers take the jobs of a sweep one by one in the order of the axes; here the whole
-list must be known before the first one starts. So Hydra parses and composes, and nothing else of
-its run machinery (job folders, callbacks, logging) is used.
+Hydra's sweeper takes the jobs of a sweep one by one in the order of the axes; here the whole list
+must be known before the first one starts. So Hydra parses and composes, and nothing else of its run
+machinery (job folders, callbacks, logging) is used, unless a launcher is asked for: that one gets a
+job for each engine (fanout/).
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -33,6 +37,8 @@ from harness.experiment_file import experiment_file, remark
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
+FanOut = Callable[[list[dict[str, Any]], str, Any], int]
+"""The same and a launcher's name and `submit` (fanout/command.py) -> exit status."""
 INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
                "--version")  # fmt: skip
 """Flags with which Hydra prints something and runs nothing; it answers them itself."""
@@ -40,8 +46,15 @@ INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completio
 QUOTING = """a value with a comma, a space, = or a bracket is quoted: 'workload.trace="a,b.csv"'"""
 
 
-def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
-    """Composes the command line over the folder `conf` and calls `handler` once.
+CLUSTER = """hydra/launcher=submitit_slurm, submitit_local and ray come with pip install \
+'rangefinder[cluster]'"""
+
+
+def run(
+    arguments: Sequence[str], conf: Path, handler: Handler, fan_out: FanOut | None = None
+) -> int:
+    """Composes the command line over the folder `conf` and calls `handler` once; where it names a
+    launcher, `fan_out` in its place.
 
     Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
     """
@@ -57,13 +70,22 @@ def run(arguments: Sequence[str], conf: Path, handler: Handler) -> int:
     except SystemExit:
         return 2
     try:
-        return handler(compose(options.overrides, conf, options.config_dir))
+        configs, launcher = _compose(options.overrides, conf, options.config_dir)
+        if launcher == "basic":
+            return handler(configs)
+        if fan_out is None:
+            raise SettingsError(f"hydra/launcher={launcher}: only a run has jobs; leave it out")
+        return fan_out(
+            configs, launcher, partial(_submit, options.overrides, conf, options.config_dir)
+        )
     except (SettingsError, HydraException, OmegaConfBaseException, YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
             print(error.__cause__, file=sys.stderr)
         if isinstance(error, OverrideParseException):
             print(QUOTING, file=sys.stderr)
+        if "'hydra/launcher/" in str(error):
+            print(CLUSTER, file=sys.stderr)
         file = experiment_file(options.overrides, conf, options.config_dir)
         if file is not None:
             print(remark(file), file=sys.stderr)
@@ -85,20 +107,22 @@ def compose(
         SettingsError: a folder that does not exist, a Hydra plugin that would have no effect, a
             length that is given twice.
     """
-    resolvers.register()
-    words = [_quote_arrivals(word) for word in overrides]
-    if config_dir is not None:
-        if not config_dir.is_dir():
-            raise SettingsError(f"--config-dir {config_dir}: no such folder")
-        words.append(f'hydra.searchpath=["file://{config_dir.resolve()}"]')
+    return _compose(overrides, conf, config_dir)[0]
+
+
+def _compose(
+    overrides: Sequence[str], conf: Path, config_dir: Path | None
+) -> tuple[list[dict[str, Any]], str]:
+    """-> the configurations and the name of Hydra's launcher; `basic` is none."""
+    words = _words(overrides, config_dir)
     with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        base = loader.load_configuration(
-            "config", overrides=words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
-        )
-        _refuse_plugins(base)
+        base = _base(loader, words)
+        _refuse_sweepers(base)
+        launcher = str(base.hydra.runtime.choices.get("hydra/launcher"))
         if base.hydra.mode == RunMode.RUN:
-            return [config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))]
+            one = config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))
+            return [one], launcher
         params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
         # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
         task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
@@ -107,7 +131,46 @@ def compose(
             raise SettingsError("experiment: give one, since each has its own list of axes")
         _refuse_double_lengths(parsed)
         (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        return _compose_jobs(loader, base, jobs)
+        return _compose_jobs(loader, base, jobs), launcher
+
+
+def _submit(
+    overrides: Sequence[str],
+    conf: Path,
+    config_dir: Path | None,
+    task: Callable[[Any], int],
+    jobs: Sequence[list[str]],
+    folder: Path,
+) -> Sequence[Any]:
+    """Has Hydra's launcher run `task` once for each of `jobs`, each a list of overrides, below
+    `folder`; -> Hydra's return of each, when all have ended."""
+    own = [f'hydra.sweep.dir="{folder}"', "hydra.output_subdir=null"]
+    words = [*_words(overrides, config_dir), *own]
+    with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        base = _base(loader, words)
+        context = HydraContext(config_loader=loader, callbacks=Callbacks(base))
+        launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task, config=base
+        )
+        return launcher.launch(jobs, initial_job_idx=0)
+
+
+def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+    resolvers.register()
+    words = [_quote_arrivals(word) for word in overrides]
+    if config_dir is not None:
+        if not config_dir.is_dir():
+            raise SettingsError(f"--config-dir {config_dir}: no such folder")
+        words.append(f'hydra.searchpath=["file://{config_dir.resolve()}"]')
+    return words
+
+
+def _base(loader: ConfigLoader, words: list[str]) -> DictConfig:
+    """The configuration before its axes are taken apart, Hydra's own part included."""
+    return loader.load_configuration(
+        "config", overrides=words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
+    )
 
 
 def _unresolved(words: Any) -> list[Any]:
@@ -162,14 +225,12 @@ def _refuse_double_lengths(parsed: Sequence[Override]) -> None:
         )
 
 
-def _refuse_plugins(base: DictConfig) -> None:
-    for kind in ("launcher", "sweeper"):
-        choice = base.hydra.runtime.choices.get(f"hydra/{kind}")
-        if choice != "basic":
-            raise SettingsError(
-                f"hydra/{kind}={choice}: points run one after the other, each in a process of its "
-                "own; leave it out"
-            )
+def _refuse_sweepers(base: DictConfig) -> None:
+    choice = base.hydra.runtime.choices.get("hydra/sweeper")
+    if choice != "basic":
+        raise SettingsError(
+            f"hydra/sweeper={choice}: a sweep is every combination of its axes; leave it out"
+        )
 
 
 def _quote_arrivals(word: str) -> str:

@@ -85,9 +85,10 @@ def read(folder: str | Path) -> pd.DataFrame:
     return frame
 
 
-def csv(run: str | Path) -> str:
-    """The repeats of a run folder as CSV; a missing figure is an empty field."""
-    return str(read(run).to_csv(index=False))
+def csv(run: str | Path | Results) -> str:
+    """The repeats of a run as CSV; a missing figure is an empty field."""
+    frame = repeats(run) if isinstance(run, Results) else read(run)
+    return str(frame.to_csv(index=False))
 
 
 def phase_of(phases: pd.Series) -> str | None:

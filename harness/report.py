@@ -50,7 +50,7 @@ NOTED_SHARE = 0.1
 
 
 def summary(run: str | Path | Results) -> pd.DataFrame:
-    """One row a point, in the order of the run.
+    """One row a point, in the order of the run, or of several runs one after the other.
 
     Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
     figures of FIGURE_OF, spread (standard deviation / median of output_tok_s over all repeats),
@@ -62,12 +62,11 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
 
     results = opened(run)
     if len(results.folders()) > 1:
-        raise StoreError(f"{results.run_dir} holds several runs; name one, or load(...).summary")
-    points = results.table(
-        "points",
-        ["point_id", "process", "repeat", "index", "status", "reason", "notes", "requested", *AXES],
-    )
+        raise StoreError(f"{results.run_dir} holds several runs; name one, or merged.merge(...)")
+    names = ["run_id", "point_id", "process", "repeat", "index", "status", "reason", "notes"]
+    points = results.table("points", [*names, "requested", "hardware_fingerprint", *AXES])
     points["backend"] = points["backend"].fillna("native")  # skipped before there were others
+    runs = list(points["run_id"].unique())
     metrics = results.table(
         "metrics", ["point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks"]
     )
@@ -77,25 +76,25 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
     for point_id, group in points.groupby("point_id", sort=False):
         first = group[group["status"] == worst_status(group["status"])].iloc[0]
         row: dict[str, Any] = {"index": first["index"], "point_id": point_id}
+        row["place"] = runs.index(first["run_id"]), int(first["index"])
         row["settings"] = settings(str(first["requested"]))
+        if points["hardware_fingerprint"].nunique() > 1:  # a column, and no ratio between two
+            row["settings"]["machine"] = first["hardware_fingerprint"]
         row |= row["settings"] | {name: first[name] for name in ("status", *AXES)}
         row["n_process"] = int(group["process"].nunique())
         row["repeats"] = len(group) if first["status"] in RANKED else 0
         measured = of_point.get(str(point_id)) if first["status"] in RANKED else None
         row |= _figures(measured) | costs.get(str(point_id), {})
-        row["notes"] = "; ".join(dict.fromkeys(group["notes"].dropna())) or None
-        row["reason"] = first["reason"]
-        rows.append(row)
-    rows.sort(key=lambda row: int(row["index"]))
-    asked = [row["settings"] for row in rows]
+        notes = "; ".join(dict.fromkeys(group["notes"].dropna())) or None
+        rows.append(row | {"notes": notes, "reason": first["reason"]})
+    rows.sort(key=lambda row: row["place"])
     for row, (efficiency, reason) in zip(rows, scaling_efficiency(rows), strict=True):
         row |= {"scaling_efficiency": efficiency, "scaling_reason": reason}
         flag = of_scaling(int(row["tp"]), efficiency)
         row["notes"] = "; ".join(filter(None, (row["notes"], flag))) or None
     figures = [*FIGURE_OF, "spread", "scaling_efficiency", "phase", "scaling_reason"]
-    names = ["index", "point_id", "status", *AXES, *_further(asked), "n_process", "repeats"]
-    last = [*engine_costs.COLUMNS, "notes", "reason"]
-    return pd.DataFrame(rows, columns=[*names, *figures, *last])
+    names = ["index", "point_id", "status", *AXES, *_further(rows), "n_process", "repeats"]
+    return pd.DataFrame(rows, columns=[*names, *figures, *engine_costs.COLUMNS, "notes", "reason"])
 
 
 def settings(requested: str) -> dict[str, Any]:
@@ -103,8 +102,9 @@ def settings(requested: str) -> dict[str, Any]:
     return naming.settings(json.loads(requested))
 
 
-def _further(asked: list[dict[str, Any]]) -> list[str]:
+def _further(rows: list[dict[str, Any]]) -> list[str]:
     """Settings that vary over the points and are not among AXES."""
+    asked = [row["settings"] for row in rows]
     names = dict.fromkeys(name for one in asked for name in one)
     return [n for n in names if n not in AXES and len({repr(one.get(n)) for one in asked}) > 1]
 

@@ -180,15 +180,7 @@ def _open(results_dir: Path, plan: Plan, resume: str) -> RunFolder:
 
 def create(results_dir: Path, plan: Plan) -> RunFolder:
     """A new run folder that no other process can have."""
-    results_dir.mkdir(parents=True, exist_ok=True)
-    while True:
-        time = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        path = results_dir / f"{_prefix(plan)}-{time}-{secrets.token_hex(3)}"
-        try:
-            path.mkdir()
-            break
-        except FileExistsError:
-            continue
+    path = new_folder(results_dir, plan.experiment)
     lock = None
     try:
         lock = try_lock(path)
@@ -205,9 +197,33 @@ def create(results_dir: Path, plan: Plan) -> RunFolder:
     return RunFolder(path, plan, lock, continued=False)
 
 
-def _prefix(plan: Plan) -> str:
+def _prefix(experiment: str) -> str:
     """How the names of the experiment's runs begin."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", plan.experiment)
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", experiment)
+
+
+def new_folder(results_dir: Path, experiment: str) -> Path:
+    """An empty folder named after an experiment and the time, made by this process alone."""
+    results_dir.mkdir(parents=True, exist_ok=True)
+    while True:
+        time = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        path = results_dir / f"{_prefix(experiment)}-{time}-{secrets.token_hex(3)}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+
+
+def reopen(path: Path) -> RunFolder | None:
+    """A run by its folder alone, to add to it; None if its plan is damaged or it is in use."""
+    stored = _read_plan(path)
+    lock = try_lock(path) if stored is not None else None
+    if stored is None or lock is None:
+        return None
+    points = tuple(Point(**point) for point in stored["points"])
+    plan = Plan(stored["experiment"], stored["key"], points, stored["surroundings"])
+    return RunFolder(path, plan, lock, continued=True)
 
 
 def folder_name(point: Point, process: int) -> str:
@@ -269,7 +285,7 @@ def _same_plan(results_dir: Path, plan: Plan, notes: list[str]) -> list[tuple[st
     found = []
     for file in sorted(results_dir.glob("*/plan.json")):
         stored = _read_plan(file.parent)
-        if stored is None and file.parent.name.startswith(f"{_prefix(plan)}-"):
+        if stored is None and file.parent.name.startswith(f"{_prefix(plan.experiment)}-"):
             notes.append(f"{file} cannot be read, so nothing in its folder is used")
         if stored is not None and stored["key"] == plan.key:
             found.append((stored["created_at"], file.parent))

@@ -33,10 +33,14 @@ or prints that of an export, made anywhere.
 
 {_SETTINGS}"""
 COLLECT = """\
-python -m harness collect RUN [--markdown | --csv | --json | --repeats]
+python -m harness collect RUN [RUN ...] [--markdown | --csv | --json | --repeats]
+        [--across-machines]
 
-Prints the tables of a run again, from its files. --markdown, --csv and --json are a row a point,
-with what it was measured on; in JSON a missing figure is null, and the row's `reasons` say why.
+Prints the tables of a run again, from its files, or of several runs as one; a fan-out's folder
+stands for its jobs' runs. A point that several hold is taken from one of them, as stderr says;
+figures of several machines are refused (exit status 2) without --across-machines. --markdown,
+--csv and --json are a row a point, with what it was measured on; in JSON a missing figure is null,
+and the row's `reasons` say why.
 --repeats is a row a repeat as CSV, which compare reads."""
 COMPARE = """python -m harness compare A B [--metrics M,M] [--floor 0.03] [--across-machines]
         [--fail-on slower|ambiguous] [--markdown | --csv | --json]"""

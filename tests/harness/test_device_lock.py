@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.device_lock import LockError, devices_of, gpu_names, held
-from tests.support.cli import Cli
 from tests.support import fake_nvml
+from tests.support.cli import Cli
 from tests.support.fake_engine import behave, recorded, wait_until
 from tests.support.plans import CPU, Machine, plan, sweep
 

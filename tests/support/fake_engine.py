@@ -161,6 +161,8 @@ def main(arguments: list[str]) -> int:
     """`python -m harness ARGUMENTS` with this engine in the place of the real one."""
     from harness.__main__ import conf_folder
     from harness.commands import run_points
+    from harness.fanout.command import fan_out
     from harness.launcher import run
 
-    return run(arguments, conf_folder(), partial(run_points, functions=FUNCTIONS))
+    measure = partial(run_points, functions=FUNCTIONS)
+    return run(arguments, conf_folder(), measure, partial(fan_out, functions=FUNCTIONS))

@@ -1,0 +1,204 @@
+"""The folder of a fan-out: its jobs, how each ended, and the run folders below them
+
+results/runs/<experiment>-<UTC time>-<random>/
+    lock            held (flock) by the process that has submitted the jobs and waits for them
+    jobs.json       the configurations of each job
+    job-000/        lock (held by the job), ended.json (it ended by itself), output.log (what it
+                    printed), run folders
+    finished.json   every job ended by itself
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config import ENGINE_AXES, SettingsError, as_written
+from harness.fingerprint import digest, sources
+from harness.hardware import versions
+from harness.marker import now, write_json
+from harness.plan import ENGINE_FIELDS
+from harness.runs import new_folder
+from harness.storage import try_lock
+from harness.worker import Functions
+
+JOBS, ENDED, OUTPUT = "jobs.json", "ended.json", "output.log"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The points of one engine.
+
+    Attributes:
+        folder: of the job; its name is the job's.
+        configs: composed configurations, in the order of the axes.
+    """
+
+    folder: Path
+    configs: list[dict[str, Any]]
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None if it has not ended by itself."""
+        try:
+            ended = json.loads((self.folder / ENDED).read_text(encoding="utf-8"))
+            return int(ended["status"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "lock").exists()
+
+    @property
+    def running(self) -> bool:
+        """Whether a process holds the job."""
+        if not self.begun:
+            return False
+        lock = try_lock(self.folder)
+        if lock is not None:
+            os.close(lock)
+        return lock is None
+
+    @property
+    def runs(self) -> list[Path]:
+        """Its run folders; more than one where it was continued on another kind of machine."""
+        return runs_below(self.folder)
+
+    def end(self, status: int) -> None:
+        write_json(self.folder / ENDED, {"status": status, "ended_at": now()})
+
+
+class FanOut:
+    """A fan-out that this process has locked.
+
+    Attributes:
+        path: the folder.
+        jobs: in the order of the axes.
+        continued: it existed before.
+    """
+
+    def __init__(self, path: Path, jobs: list[Job], lock: int, continued: bool) -> None:
+        self.path = path
+        self.jobs = jobs
+        self.continued = continued
+        self._lock: int | None = lock
+
+    @property
+    def points(self) -> int:
+        """Points as the jobs have planned them; of one that has not, its configurations."""
+        return sum(_planned(job) for job in self.jobs)
+
+    @property
+    def runs(self) -> list[Path]:
+        return [run for job in self.jobs for run in job.runs]
+
+    def mark_finished(self) -> None:
+        write_json(self.path / "finished.json", {"finished_at": now()})
+
+    def close(self) -> None:
+        """Gives the lock back; repeatable."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def open_fan_out(configs: Sequence[dict[str, Any]], functions: Functions) -> FanOut:
+    """The folder in which a sweep fans out: with resume=auto the newest unfinished one of the same
+    configurations, sources and versions that no other process holds, else a new one.
+
+    Raises:
+        SettingsError: resume names a run; the folder cannot be made.
+    """
+    results_dir, resume = Path(configs[0]["results_dir"]), configs[0]["resume"]
+    if resume not in ("auto", "never"):
+        raise SettingsError(
+            f"resume={resume}: with a launcher give auto, which continues the newest unfinished "
+            "fan-out of the same sweep, or never"
+        )
+    groups = by_engine(configs)
+    key = digest([groups, sources(), versions()])
+    try:
+        found = None if resume == "never" else _unfinished(results_dir, key)
+        return found or _create(results_dir, groups, key, functions)
+    except OSError as error:
+        raise SettingsError(
+            f"results_dir={results_dir}: no fan-out can be kept there ({error.strerror}); name a "
+            "folder that can be written, on this machine and on those of the jobs"
+        ) from error
+
+
+def by_engine(configs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Configurations grouped by what their engine is started with, in the order of appearance."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cfg in configs:
+        groups.setdefault(digest([cfg[name] for name in ENGINE_FIELDS]), []).append(cfg)
+    return list(groups.values())
+
+
+def list_jobs(configs: Sequence[dict[str, Any]], launcher: str, submit: Any) -> int:
+    """Prints the jobs that a run would submit; which points can run is known where they run."""
+    groups = by_engine(configs)
+    for number, group in enumerate(groups):
+        engine = " ".join(f"{axis}={as_written(group[0][axis])}" for axis in ENGINE_AXES)
+        print(f"job-{number:03}  {len(group)} points  {engine}")
+    print(f"{len(configs)} points in {len(groups)} jobs by {launcher}")
+    return 0
+
+
+def read_job(folder: Path) -> tuple[Job, Functions]:
+    """A job by its folder, as a process of its own finds it."""
+    stored = json.loads((folder.parent / JOBS).read_text(encoding="utf-8"))
+    return Job(folder, stored["jobs"][folder.name]), Functions(**stored["functions"])
+
+
+def is_fan_out(folder: Path) -> bool:
+    return (folder / JOBS).is_file()
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The run folders in a job's folder, or in those of all jobs of a fan-out."""
+    pattern = "job-*/*/plan.json" if is_fan_out(folder) else "*/plan.json"
+    return [file.parent for file in sorted(folder.glob(pattern))]
+
+
+def _create(
+    results_dir: Path, groups: list[list[dict[str, Any]]], key: str, functions: Functions
+) -> FanOut:
+    path = new_folder(results_dir, str(groups[0][0]["experiment"] or "adhoc")).absolute()
+    lock = try_lock(path)
+    assert lock is not None, "a folder made a moment ago is locked"
+    jobs = {f"job-{number:03}": group for number, group in enumerate(groups)}
+    stored = {"created_at": now(), "key": key, "functions": asdict(functions), "jobs": jobs}
+    for name in jobs:
+        (path / name).mkdir()
+    write_json(path / JOBS, stored)
+    return FanOut(path, [Job(path / name, group) for name, group in jobs.items()], lock, False)
+
+
+def _unfinished(results_dir: Path, key: str) -> FanOut | None:
+    found = []
+    for file in results_dir.glob(f"*/{JOBS}"):
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored["key"] == key and not (file.parent / "finished.json").exists():
+            found.append((stored["created_at"], file.parent.absolute(), stored["jobs"]))
+    for _, path, jobs in sorted(found, key=lambda one: str(one[0]), reverse=True):
+        lock = try_lock(path)
+        if lock is not None:
+            return FanOut(
+                path, [Job(path / name, group) for name, group in jobs.items()], lock, True
+            )
+    return None
+
+
+def _planned(job: Job) -> int:
+    for run in reversed(job.runs):
+        try:
+            return len(json.loads((run / "plan.json").read_text(encoding="utf-8"))["points"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return len(job.configs)
