@@ -13,6 +13,7 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
 COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 LOAD_FORMATS = ("auto", "dummy")
 FUSED = ("auto", "none", "layers", "store")
+RANKS = ("spawn", "torchrun")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class EngineConfig:
         model: directory in Hugging Face format (config.json; safetensors unless load_format=dummy).
         tp: number of ranks; each is a process of its own when tp > 1.
         dtype: of weights, activations and K/V; auto is the checkpoint's.
+        ranks: spawn starts a process for each on this machine; torchrun takes those that torchrun
+            has started, on one node or several (nodes.under_torchrun).
         load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
         comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
             symm_mem: all-reduces over memory that the GPUs share (comm/symmetric.py), the rest and
@@ -61,6 +64,7 @@ class EngineConfig:
     tp: int = 1
     dtype: str = "auto"
     load_format: str = "auto"
+    ranks: str = "spawn"
     device: str = "auto"
     enforce_eager: bool = False
     compile: str = "off"
@@ -89,6 +93,7 @@ class EngineConfig:
             "attention": ATTENTION_BACKENDS,
             "comm": COMM_PATHS,
             "fused": FUSED,
+            "ranks": RANKS,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

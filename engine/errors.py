@@ -20,16 +20,22 @@ class EngineDeadError(RuntimeError):
 
     Attributes:
         rank: the rank that failed first.
-        exitcode: its exit code (negative: the signal that ended it), or None if it raised.
+        exitcode: its exit code (negative: the signal that ended it), or None if it raised, or if
+            nobody can tell.
         worker_traceback: that rank's traceback as text, empty if it was killed.
     """
 
-    def __init__(self, rank: int, exitcode: int | None, worker_traceback: str = "") -> None:
+    def __init__(
+        self, rank: int, exitcode: int | None, worker_traceback: str = "", lost: bool = False
+    ) -> None:
         what = f"ended with exit code {exitcode}" if exitcode is not None else "raised"
+        if lost:
+            what = "is lost: its node or the process that torchrun started there is gone"
         super().__init__(f"rank {rank} {what}; the engine is closed\n{worker_traceback}".rstrip())
         self.rank = rank
         self.exitcode = exitcode
+        self.lost = lost
         self.worker_traceback = worker_traceback
 
-    def __reduce__(self) -> tuple[type, tuple[int, int | None, str]]:
-        return type(self), (self.rank, self.exitcode, self.worker_traceback)
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:
+        return type(self), (self.rank, self.exitcode, self.worker_traceback, self.lost)

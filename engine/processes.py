@@ -11,14 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
-from engine.comm.rendezvous import Rendezvous
+from engine.comm.rendezvous import LOOPBACK, Rendezvous
 from engine.config import ResolvedConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.messages import Dead, Failed, FromRanks
+from engine.nodes import RemoteRank, meet
 from engine.shape import ModelShape
-from engine.workers import RankChannels, rank_main
+from engine.workers import Place, RankChannels, rank_main
 
 _USER_ERRORS = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
 _CLOSE_S = 10.0  # how long ranks may take to leave by themselves
@@ -34,9 +36,10 @@ class Processes:
 
     def __init__(self) -> None:
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._rendezvous = Rendezvous()
+        self._rendezvous: Rendezvous | None = None
         self._conns: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[multiprocessing.process.BaseProcess | RemoteRank] = []
+        self._remote: list[RemoteRank] = []
         self._threads: list[threading.Thread] = []
         self._killing = threading.Lock()
         self._closing = False
@@ -44,18 +47,31 @@ class Processes:
     def start(
         self, config: ResolvedConfig, shape: ModelShape, deliver: Callable[[FromRanks], None]
     ) -> None:
-        """Spawns the ranks; what they send goes to `deliver`, on the reader's thread. The last
+        """Starts the ranks; what they send goes to `deliver`, on the reader's thread. The last
         message of a group that died is Dead."""
         context = multiprocessing.get_context("spawn")
-        step_pipes = [context.Pipe(duplex=False) for _ in range(config.tp - 1)]
+        host, remote = (LOOPBACK, {}) if config.ranks == "spawn" else meet(config)
+        self._remote = list(remote.values())
+        self._rendezvous = Rendezvous(host)
+        local_pipes = {
+            r: context.Pipe(duplex=False) for r in range(1, config.tp) if r not in remote
+        }
+        steps_out = [
+            remote[r].steps if r in remote else local_pipes[r][1] for r in range(1, config.tp)
+        ]
         for rank in range(config.tp):
+            if rank in remote:
+                self._processes.append(remote[rank])
+                remote[rank].begin(config, shape, host, self._rendezvous.port)
+                self._conns.append(remote[rank].caller)
+                continue
             ours, theirs = context.Pipe()
-            steps_in = step_pipes[rank - 1][0] if rank else None
-            steps_out = [] if rank else [pipe[1] for pipe in step_pipes]
-            channels = RankChannels(theirs, steps_in, steps_out)
+            steps_in = local_pipes[rank][0] if rank else None
+            channels = RankChannels(theirs, steps_in, [] if rank else steps_out)
+            place = Place(rank, config.first_gpu + rank, host, self._rendezvous.port)
             process = context.Process(
                 target=rank_main,
-                args=(rank, config, shape, self._rendezvous.port, channels),
+                args=(place, config, shape, channels),
                 name=f"rangefinder-rank{rank}",
                 daemon=True,
             )
@@ -63,9 +79,8 @@ class Processes:
             process.start()
             theirs.close()  # so that each side sees the other's end
             self._conns.append(ours)
-        for pipe in step_pipes:
-            pipe[0].close()
-            pipe[1].close()
+        for pipe in [*steps_out, *(pipe[0] for pipe in local_pipes.values())]:
+            pipe.close()
         self._threads = [
             threading.Thread(target=self._read, args=(deliver,), name="rangefinder-reader"),
             threading.Thread(target=self._write, name="rangefinder-writer"),
@@ -91,7 +106,7 @@ class Processes:
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may run anywhere
                 thread.join()
-        for conn in self._conns:
+        for conn in [*self._conns, *(remote.sentinel for remote in self._remote)]:
             conn.close()
 
     def _end_processes(self) -> None:
@@ -102,7 +117,8 @@ class Processes:
                     process.kill()
             for process in started:
                 process.join()
-            self._rendezvous.close()
+            if self._rendezvous is not None:
+                self._rendezvous.close()
 
     # -- threads ----------------------------------------------------------------------------------
 
@@ -136,7 +152,7 @@ class Processes:
                 except (EOFError, OSError):
                     return []
                 if isinstance(message, Failed):
-                    return [message]
+                    return [self._dated(message)]
                 deliver(message)
 
     # -- failing ----------------------------------------------------------------------------------
@@ -156,15 +172,24 @@ class Processes:
                     open_conns.remove(conn)
                     continue
                 if isinstance(message, Failed):
-                    failures.append(message)
+                    failures.append(self._dated(message))
         reported = {f.rank for f in failures}
-        killed = [
-            (rank, process.exitcode)
-            for rank, process in enumerate(self._processes)
-            if rank not in reported and process.exitcode is not None
-        ]
+        silent = [(r, p) for r, p in enumerate(self._processes) if r not in reported]
+        for rank, process in silent:
+            if self._conns[rank] not in open_conns:
+                process.join(_BLAME_S)  # its end is on the way, from another node perhaps
+        killed = [(rank, p.exitcode) for rank, p in silent if p.exitcode is not None]
+        lost = [rank for rank, p in silent if isinstance(p, RemoteRank) and p.lost]
         self._end_processes()
+        if lost and not killed:
+            others = "\n".join(f.traceback for f in failures)
+            return EngineDeadError(lost[0], None, others, lost=True)
         return _blame(failures, killed)
+
+    def _dated(self, failure: Failed) -> Failed:
+        """By this process' clock, where the rank's is another machine's."""
+        remote = isinstance(self._processes[failure.rank], RemoteRank)
+        return replace(failure, at_s=time.perf_counter()) if remote else failure
 
 
 def _blame(failures: list[Failed], killed: list[tuple[int, int]]) -> Exception:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.attention import flash, flash4, triton_paged
+from engine.comm.rendezvous import LaunchedBy
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
@@ -45,7 +46,8 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         ConfigError: the model or this machine cannot do what is asked.
     """
     shape.check_tp(config.tp)
-    device, first_gpu = _device(config)
+    ranks_here = _ranks_here(config)
+    device, first_gpu = _device(config, ranks_here)
     max_model_len = config.max_model_len or shape.longest_by_default
     if max_model_len > shape.longest:
         raise ConfigError(
@@ -75,7 +77,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "fused": _choose("fused", config.fused, FUSED[device], device),
         "max_model_len": max_model_len,
         "overlap": device == "cuda" if config.overlap is None else config.overlap,
-        "threads_per_rank": config.threads_per_rank or max(1, _cores() // config.tp),
+        "threads_per_rank": config.threads_per_rank or max(1, _cores() // ranks_here),
     }
     asked = {field.name: getattr(config, field.name) for field in fields(config)}
     resolved = ResolvedConfig(**{**asked, **decided})
@@ -91,18 +93,33 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     return resolved
 
 
-def _device(config: EngineConfig) -> tuple[str, int]:
+def _ranks_here(config: EngineConfig) -> int:
+    """How many of the ranks share this machine."""
+    if config.ranks == "spawn" or config.tp == 1:
+        return config.tp
+    me = LaunchedBy.torchrun()
+    if me.rank != 0 or config.tp > me.world:
+        raise ConfigError(
+            f"ranks='torchrun': tp={config.tp} in the process of rank {me.rank}, and torchrun has "
+            f"started {me.world}; build engines in that of rank 0, of at most as many ranks"
+        )
+    return min(config.tp, me.local_world)
+
+
+def _device(config: EngineConfig, ranks_here: int) -> tuple[str, int]:
     """-> cpu or cuda, and the GPU of rank 0."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device, _, first = config.device.partition(":")
     first_gpu = int(first or 0)
     if device == "auto":
         device = "cuda" if visible else "cpu"
-    if device == "cuda" and first_gpu + config.tp > visible:
+    if device == "cuda" and first_gpu + ranks_here > visible:
         raise ConfigError(
-            f"tp={config.tp}: needs {first_gpu + config.tp} GPUs, the first being number "
+            f"tp={config.tp}: needs {first_gpu + ranks_here} GPUs here, the first being number "
             f"{first_gpu}; {visible} visible; lower tp, begin at a lower one or set device=cpu"
         )
+    if first_gpu and ranks_here != config.tp:
+        raise ConfigError(f"device={config.device!r}: over several nodes give cuda")
     return device, first_gpu
 
 

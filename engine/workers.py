@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
@@ -35,6 +36,21 @@ _STEP, _CONTROL = b"S", b"C"
 _ORPHANED = 3  # exit code of a rank whose caller is gone
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs, and where it meets the others.
+
+    Attributes:
+        gpu: of this machine, for a device of cuda.
+        host, port: of the caller's Rendezvous.
+    """
+
+    rank: int
+    gpu: int
+    host: str
+    port: int
+
+
 class RankChannels:
     """The pipes of one rank: to the caller, and rank 0's to each other rank (one way)."""
 
@@ -47,7 +63,7 @@ class RankChannels:
 
 
 def rank_main(
-    rank: int, config: ResolvedConfig, shape: ModelShape, port: int, channels: RankChannels
+    place: Place, config: ResolvedConfig, shape: ModelShape, channels: RankChannels
 ) -> None:
     """A rank's process; it reports an exception to the caller and exits with 1."""
     # Ctrl-C reaches the whole process group; the caller decides what it means.
@@ -56,12 +72,12 @@ def rank_main(
     watcher = threading.Thread(target=_watch_caller, args=(channels.caller, inbox), daemon=True)
     watcher.start()
     try:
-        _run_rank(rank, config, shape, port, channels, inbox)
+        _run_rank(place, config, shape, channels, inbox)
     except BaseException as error:
         mendable = isinstance(error, ConfigError | CheckpointError)
         channels.caller.send(
             Failed(
-                rank,
+                place.rank,
                 traceback.format_exc(),
                 time.perf_counter(),
                 (type(error).__name__, str(error)) if mendable else None,
@@ -82,18 +98,18 @@ def _watch_caller(caller: Connection, inbox: queue.SimpleQueue[ToRanks]) -> None
 
 
 def _run_rank(
-    rank: int,
+    place: Place,
     config: ResolvedConfig,
     shape: ModelShape,
-    port: int,
     channels: RankChannels,
     inbox: queue.SimpleQueue[ToRanks],
 ) -> None:
     if config.device == "cuda":
-        torch.cuda.set_device(config.first_gpu + rank)
+        torch.cuda.set_device(place.gpu)
     else:
         torch.set_num_threads(config.threads_per_rank)
-    comm = connect_rank(rank, config.tp, config.comm, port, config.timeout_s)
+    rank = place.rank
+    comm = connect_rank(rank, config.tp, config.comm, place.port, config.timeout_s, place.host)
     runner = Runner(config, shape, comm, agree=comm.min_over_ranks)
     core = EngineCore(runner, _plan_sender(channels)) if rank == 0 else None
     channels.caller.send(Ready(rank, runner.startup, runner.effective))

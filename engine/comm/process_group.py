@@ -8,25 +8,31 @@ import torch
 import torch.distributed as dist
 
 from engine.comm.base import Communicator
-from engine.comm.rendezvous import connect
+from engine.comm.rendezvous import LOOPBACK, connect
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Ranks meet through the store at `port` (comm/rendezvous.py). With NCCL each rank's GPU is the
-    current one.
+    """Ranks meet through the store at `host` and `port` (comm/rendezvous.py). With NCCL each rank's
+    GPU is the current one.
 
     Raises whatever torch.distributed raises when a peer does not come within `timeout_s`.
     """
 
     def __init__(
-        self, rank: int, world: int, backend: str, port: int, timeout_s: float = 300.0
+        self,
+        rank: int,
+        world: int,
+        backend: str,
+        port: int,
+        timeout_s: float = 300.0,
+        host: str = LOOPBACK,
     ) -> None:
         super().__init__(rank, world, "cuda" if backend == "nccl" else "cpu")
         self.path = backend
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend,
-            store=connect(port, timeout_s),
+            store=connect(port, timeout_s, host),
             rank=rank,
             world_size=world,
             timeout=timeout,

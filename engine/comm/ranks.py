@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from engine.comm.process_group import ProcessGroupCommunicator
+from engine.comm.rendezvous import LOOPBACK
 from engine.comm.symmetric import SymmetricCommunicator
 
 
 def connect_rank(
-    rank: int, world: int, comm: str, port: int, timeout_s: float = 300.0
+    rank: int,
+    world: int,
+    comm: str,
+    port: int,
+    timeout_s: float = 300.0,
+    host: str = LOOPBACK,
 ) -> ProcessGroupCommunicator:
     """`comm`: gloo, nccl or symm_mem. With the latter two the rank's GPU is the current one.
 
@@ -15,5 +21,5 @@ def connect_rank(
         ConfigError: symm_mem, and the GPUs cannot share memory.
     """
     if comm == "symm_mem":
-        return SymmetricCommunicator(rank, world, port, timeout_s)
-    return ProcessGroupCommunicator(rank, world, comm, port, timeout_s)
+        return SymmetricCommunicator(rank, world, port, timeout_s, host)
+    return ProcessGroupCommunicator(rank, world, comm, port, timeout_s, host)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.comm.process_group import ProcessGroupCommunicator
+from engine.comm.rendezvous import LOOPBACK
 from engine.comm.symmetric_memory import Shared, SymmetricMemory
 from engine.comm.types import Kind, Site
 
@@ -56,11 +57,12 @@ class SymmetricCommunicator(ProcessGroupCommunicator):
         world: int,
         port: int,
         timeout_s: float = 300.0,
+        host: str = LOOPBACK,
         *,
         backend: str = "nccl",
         share: Callable[[int, int, int], Shared] = SymmetricMemory,
     ) -> None:
-        super().__init__(rank, world, backend, port, timeout_s)
+        super().__init__(rank, world, backend, port, timeout_s, host)
         # Here, so that it is there before anything is measured or captured.
         self._shared: Shared | None = share(BUFFER_BYTES, world, rank)
         self._staged: torch.Tensor | None = None

@@ -1,0 +1,135 @@
+"""Ranks on two nodes, here two process groups of one machine that torchrun brings together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, ConfigError
+from engine.comm.types import Kind, Site
+from tests.support.checkpoints import Checkpoints
+from tests.support.fake_engine import wait_until
+from tests.support.greedy import greedy_reference
+from tests.support.pids import assert_gone
+from tests.support.torchrun_target import PROMPTS, TOKENS
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HIDDEN, VOCAB = 3, 24, 98  # of the checkpoint; 97 ids are padded to 98 over two ranks
+LAST = "agent killed"
+
+
+def node(port: int, *target: str) -> subprocess.Popen[bytes]:
+    """A node's torchrun with one process, in a process group of its own."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test",
+        "--local-addr=127.0.0.1", "-m", *target,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def told(
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """What the target's process of rank 0 says, whichever of the two nodes that is on."""
+    file = tmp_path_factory.mktemp("nodes") / "told"
+    port, target = free_port(), ["tests.support.torchrun_target", str(checkpoints()), str(file)]
+    nodes = [node(port, *target) for _ in range(2)]
+    try:
+        wait_until(lambda: (file.exists() and LAST in file.read_text()) or _ended(nodes), 150)
+        lines = file.read_text().splitlines() if file.exists() else []
+        yield {found.pop("what"): found for found in map(json.loads, lines)}
+    finally:
+        # Where a process was killed, the other node's torchrun waits for its own for minutes.
+        for each in nodes:
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
+
+
+def _ended(nodes: list[subprocess.Popen[bytes]]) -> bool:
+    return all(each.poll() is not None for each in nodes)
+
+
+@pytest.mark.parametrize("which", ["measured", "measured again"])
+def test_tokens_are_transformers_and_each_rank_has_the_collectives_of_one_machine(
+    told: dict[str, dict[str, Any]], which: str, checkpoints: Checkpoints
+) -> None:
+    found = told[which]
+    expected = [list(greedy_reference(checkpoints(), tuple(p), TOKENS)) for p in PROMPTS]
+    assert found["tokens"] == expected
+    first, second = found["ranks"]
+    assert (first["node"] != second["node"], first["agent"] != second["agent"]) == (True, True)
+    assert first["seen"] == second["seen"]
+    # One step for all prompts, then one a token; a step has 2L + 1 all-reduces, a gather of the
+    # logits of its 3 rows and a broadcast of as many ids.
+    rows = [sum(map(len, PROMPTS))] + [len(PROMPTS)] * (TOKENS - 1)
+    sites = [Site.EMBED, *[Site.ATTN_O_PROJ, Site.MLP_DOWN_PROJ] * LAYERS]
+    assert [tuple(c[1:]) for c in first["seen"]] == [
+        one
+        for tokens in rows
+        for one in (
+            *((Kind.ALL_REDUCE, site, tokens * HIDDEN * 4) for site in sites),
+            (Kind.GATHER, Site.LM_HEAD, len(PROMPTS) * VOCAB * 4),
+            (Kind.BROADCAST, Site.TOKEN_IDS, len(PROMPTS) * 8),
+        )
+    ]
+
+
+def test_a_killed_rank_of_another_node_ends_its_engine_and_the_next_one_has_a_new_one(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    found = told["rank killed"]
+    assert (found["rank"], found["exitcode"], found["lost"]) == (1, -9, False)
+    assert found["error"] == "rank 1 ended with exit code -9; the engine is closed"
+    assert found["took_s"] < 10
+    assert told["measured again"]["ranks"][1]["agent"] == found["ranks"][1]["agent"]
+
+
+def test_a_node_that_is_lost_surfaces_and_nothing_is_left_running(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    found = told[LAST]
+    assert (found["rank"], found["exitcode"], found["lost"]) == (1, None, True)
+    assert found["error"] == (
+        "rank 1 is lost: its node or the process that torchrun started there is gone; the engine "
+        "is closed"
+    )
+    assert found["took_s"] < 10
+    engines = [one["ranks"] for one in told.values() if "ranks" in one]
+    pids = [rank["pid"] for ranks in engines for rank in ranks]
+    assert len(set(pids)) == 8
+    assert_gone([*pids, found["ranks"][1]["agent"]])
+
+
+def test_more_ranks_than_processes_are_refused(told: dict[str, dict[str, Any]]) -> None:
+    assert told["refused"]["error"] == (
+        "ranks='torchrun': tp=4 in the process of rank 0, and torchrun has started 2; build "
+        "engines in that of rank 0, of at most as many ranks"
+    )
+
+
+def test_outside_of_torchrun_nothing_starts(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"'RANK' .*start the script by torchrun, or leave"):
+        LLM(checkpoints(), tp=2, ranks="torchrun", device="cpu", enforce_eager=True)
