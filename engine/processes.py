@@ -104,7 +104,8 @@ class Processes:
         self._end_processes()
         self.outbox.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # the garbage collector may run anywhere
+            # The garbage collector may run anywhere, and an interrupt strike before a start.
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join()
         for conn in [*self._conns, *(remote.sentinel for remote in self._remote)]:
             conn.close()

@@ -62,18 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     if verb == "profile" and "--read" in arguments:
         return read_export(arguments)
-    from harness.commands import list_points, run_points
-    from harness.fanout.folder import list_jobs
-    from harness.launcher import run
-
     try:
-        if verb == "profile":
-            return profile(arguments)
-        if verb == "list":
-            return run(arguments, conf_folder(), list_points, list_jobs)
-        from harness.fanout.command import fan_out
-
-        return run(arguments, conf_folder(), run_points, fan_out)
+        if "TORCHELASTIC_RUN_ID" in os.environ and verb == "run":
+            return under_torchrun(arguments)
+        return {"run": run, "list": list_, "profile": profile}[verb](arguments)
     except KeyboardInterrupt:
         return 130
 
@@ -99,6 +91,35 @@ def unfit_python(version: tuple[int, int]) -> str | None:
         f"Python {version[0]}.{version[1]}: Rangefinder runs on {oldest} to {newest}{why}. Make "
         f"the environment with one of them: python{newest} -m venv .venv"
     )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs, or continues, a sweep, here or as jobs of a launcher."""
+    from harness import launcher
+    from harness.commands import run_points
+    from harness.fanout.command import fan_out
+
+    return launcher.run(arguments, conf_folder(), run_points, fan_out)
+
+
+def list_(arguments: Sequence[str]) -> int:
+    """Prints the points of a sweep, or the jobs of a launcher."""
+    from harness import launcher
+    from harness.commands import list_points
+    from harness.fanout.folder import list_jobs
+
+    return launcher.run(arguments, conf_folder(), list_points, list_jobs)
+
+
+def under_torchrun(arguments: Sequence[str]) -> int:
+    """A sweep whose ranks are the processes that torchrun has started: the first one runs it, the
+    others serve its engines."""
+    from engine import nodes
+    from harness.device_lock import held_for_torchrun
+
+    words = [word.split("=", 1)[1] for word in arguments if word.startswith("device_lock=")]
+    with held_for_torchrun([*words, "wait"][0]), nodes.under_torchrun() as first:
+        return run(arguments) if first else 0
 
 
 def conf_folder() -> Path:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+from harness.hardware import gpus
+from harness.machine import torchrun_processes
 from harness.plan import Point
 
 FOLDER = "/tmp/rangefinder-locks"
@@ -23,8 +27,21 @@ def devices_of(points: Sequence[Point]) -> list[str]:
     largest tp, by UUID; `cpu` for those of device=cpu, since cores share caches and memory."""
     running = [point.cfg for point in points if point.skip is None]
     gpus = max((cfg["tp"] for cfg in running if cfg["device"] == "cuda"), default=0)
+    if torchrun_processes():  # the others are of other machines
+        gpus = min(gpus, int(os.environ["LOCAL_WORLD_SIZE"]))
     cpu = any(cfg["device"] == "cpu" for cfg in running)
     return gpu_names(gpus) + ["cpu"] * cpu
+
+
+@contextmanager
+def held_for_torchrun(mode: str) -> Iterator[None]:
+    """The locks of a machine that torchrun adds to the caller's: its first process holds those of
+    all that it has started there, or of the CPU where no GPU is visible."""
+    devices: list[str] = []
+    if int(os.environ["GROUP_RANK"]) > 0 and os.environ["LOCAL_RANK"] == "0":
+        devices = gpu_names(int(os.environ["LOCAL_WORLD_SIZE"])) if gpus() else ["cpu"]
+    with held(devices, mode, "ranks of another machine's run", partial(print, file=sys.stderr)):
+        yield
 
 
 def gpu_names(count: int) -> list[str]:

@@ -160,7 +160,7 @@ def git() -> dict[str, Any]:
 
 def fingerprint(machine: dict[str, Any] | None = None) -> str:
     """12 hexadecimal digits of what makes two machines comparable: CPU, cores, memory to a GiB, the
-    GPUs and their driver, the operating system. Of this machine by default."""
+    GPUs and their driver, the operating system, the number of nodes. Of this machine by default."""
     if machine is None:
         return str(capture()["fingerprint"])
     memory = machine.get("memory_bytes")
@@ -171,6 +171,8 @@ def fingerprint(machine: dict[str, Any] | None = None) -> str:
         "gpus": [[g["name"], g["memory_bytes"], g["driver"]] for g in machine.get("gpus", ())],
         "os": machine.get("os"),
     }
+    if machine.get("nodes", 1) > 1:  # alike, as far as this one can tell
+        what["nodes"] = machine["nodes"]
     return digest(what)
 
 
@@ -184,6 +186,7 @@ def _capture() -> str:
         "cpu_cores": cpu_cores(),
         "memory_bytes": memory_bytes(),
         "gpus": cards,
+        "nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),  # of torchrun
         "driver": cards[0]["driver"] if cards else None,
         "versions": versions(),
         "env": environment_variables(),
@@ -194,7 +197,7 @@ def _capture() -> str:
 
 
 def capture() -> dict[str, Any]:
-    """Everything above, read once a process: host, os, cpu, cpu_cores, memory_bytes, gpus, driver,
-    versions, env, git {sha, dirty}, fingerprint. Values are what JSON can hold."""
+    """Everything above, read once a process: host, os, cpu, cpu_cores, memory_bytes, gpus, nodes,
+    driver, versions, env, git {sha, dirty}, fingerprint. Values are what JSON can hold."""
     found: dict[str, Any] = json.loads(_capture())
     return found

@@ -44,11 +44,13 @@ class Machine:
     """What the planner asks of a machine.
 
     Attributes:
-        gpus: visible CUDA devices.
+        gpus: visible CUDA devices; under torchrun one for each of its processes.
         cores: cores that this process may use.
         cxx: path of the C++ compiler that torch.compile would call on a CPU, None without one.
         packages: versions of the optional packages that are installed (triton); and the modules
             that other engines need and that can be imported, without a version.
+        processes: that torchrun has started, on this machine and others, a rank each; 0: it did not
+            start this one, and ranks are processes of this machine.
         flash2, flash4: (page_size, head_dim, dtype) -> why that backend cannot run, None if it can.
     """
 
@@ -56,6 +58,7 @@ class Machine:
     cores: int
     cxx: str | None
     packages: dict[str, str]
+    processes: int = 0
     flash2: Callable[[int | None, int, str], str | None] = engine_flash2
     flash4: Callable[[int | None, int, str], str | None] = engine_flash4
 
@@ -66,17 +69,24 @@ class Machine:
 
         from harness.hardware import cpu_cores
 
+        gpus, processes = torch.cuda.device_count(), torchrun_processes()
         return cls(
-            gpus=torch.cuda.device_count(),
+            gpus=processes or gpus if gpus else 0,
             cores=cpu_cores(),
             cxx=find_cxx(),
             packages=installed("triton") | importable(*MODULES),
+            processes=processes,
         )
 
     @property
     def device(self) -> str:
         """What device=auto is here."""
         return "cuda" if self.gpus else "cpu"
+
+
+def torchrun_processes() -> int:
+    """How many processes torchrun has started, this one among them; 0 if it has not."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def find_cxx() -> str | None:
@@ -106,6 +116,8 @@ def skip_reason(
 ) -> str | None:
     """Why a resolved configuration cannot run on this machine with this version of the engine; None
     if it can. Without a shape the model is taken for one like the published ones."""
+    if cfg["backend"] != "native" and machine.processes:
+        return f"backend={cfg['backend']}: torchrun's processes serve backend=native alone"
     if cfg["backend"] != "native":
         reason = abilities.skip_reason(cfg, machine.gpus, machine.packages, shape)
         return _device(cfg, machine) if reason is None else reason
@@ -123,6 +135,8 @@ def _no_gpu(what: str, cfg: dict[str, Any], machine: Machine) -> str | None:
 
 
 def _device(cfg: dict[str, Any], machine: Machine) -> str | None:
+    if 0 < machine.processes < cfg["tp"]:
+        return f"needs {cfg['tp']} processes, torchrun has started {machine.processes}"
     if cfg["device"] != "cuda":
         return None
     if cfg["tp"] > machine.gpus:

@@ -96,6 +96,8 @@ def resolve(cfg: dict[str, Any], machine: Machine) -> dict[str, Any]:
     cfg = copy.deepcopy(cfg)
     if cfg["device"] == "auto":
         cfg["device"] = machine.device
+    if machine.processes and cfg["backend"] == "native":
+        cfg["engine"]["ranks"] = "torchrun"  # no setting: how the harness was started decides it
     if cfg["timing"] == "auto":
         cfg["timing"] = "stamps" if cfg["device"] == "cuda" else "host"
     model = cfg["model"]

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +14,12 @@ from engine.comm.types import Kind, Site
 from tests.support.checkpoints import Checkpoints
 from tests.support.fake_engine import wait_until
 from tests.support.greedy import greedy_reference
+from tests.support.nodes import two_nodes
 from tests.support.pids import assert_gone
 from tests.support.torchrun_target import PROMPTS, TOKENS
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, VOCAB = 3, 24, 98  # of the checkpoint; 97 ids are padded to 98 over two ranks
 LAST = "agent killed"
-
-
-def node(port: int, *target: str) -> subprocess.Popen[bytes]:
-    """A node's torchrun with one process, in a process group of its own."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test",
-        "--local-addr=127.0.0.1", "-m", *target,
-    ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +28,14 @@ def told(
 ) -> Iterator[dict[str, dict[str, Any]]]:
     """What the target's process of rank 0 says, whichever of the two nodes that is on."""
     file = tmp_path_factory.mktemp("nodes") / "told"
-    port, target = free_port(), ["tests.support.torchrun_target", str(checkpoints()), str(file)]
-    nodes = [node(port, *target) for _ in range(2)]
-    try:
-        wait_until(lambda: (file.exists() and LAST in file.read_text()) or _ended(nodes), 150)
+    with two_nodes("tests.support.torchrun_target", str(checkpoints()), str(file)) as nodes:
+        wait_until(lambda: _done(file) or all(node.poll() is not None for node in nodes), 150)
         lines = file.read_text().splitlines() if file.exists() else []
         yield {found.pop("what"): found for found in map(json.loads, lines)}
-    finally:
-        # Where a process was killed, the other node's torchrun waits for its own for minutes.
-        for each in nodes:
-            with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-            each.wait()
 
 
-def _ended(nodes: list[subprocess.Popen[bytes]]) -> bool:
-    return all(each.poll() is not None for each in nodes)
+def _done(file: Path) -> bool:
+    return file.exists() and LAST in file.read_text()
 
 
 @pytest.mark.parametrize("which", ["measured", "measured again"])

@@ -240,6 +240,23 @@ def test_an_interrupt_while_starting_leaves_no_rank(
     assert {child.pid for child in multiprocessing.active_children()} <= before
 
 
+def test_an_interrupt_before_the_threads_of_the_pipes_start_leaves_no_rank(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "rangefinder-writer":
+            raise KeyboardInterrupt
+        start(thread)
+
+    path, before = checkpoints(), {child.pid for child in multiprocessing.active_children()}
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine(path)
+    assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
 def test_threads_share_two_ranks(two_ranks: LLM) -> None:
     with ThreadPoolExecutor(3) as threads:
         for _ in range(3):
