@@ -1,4 +1,4 @@
-"""Connections between nodes that behave as the pipes within one do, for those who hold the key"""
+"""TCP connections that behave as pipes do, between processes that hold the same key."""
 
 from __future__ import annotations
 
