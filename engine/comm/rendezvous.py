@@ -1,4 +1,4 @@
-"""Where the ranks of one engine meet, and where processes that torchrun started find a caller."""
+"""Where the ranks of an engine meet, and processes that torchrun started find their caller."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from harness.commands import AGAIN, interrupted_once, write_status
 from harness.config import SettingsError
 from harness.console import stdout
 from harness.execute import units
-from harness.fanout.folder import OUTPUT, FanOut, Job, open_fan_out
+from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, open_fan_out
 from harness.fanout.job import measure_job
 from harness.marker import FAILED, KEPT
 from harness.runs import reopen
@@ -57,13 +57,15 @@ def _go(folder: FanOut, launcher: str, submit: Submit) -> int:
     todo = [job for job in folder.jobs if job.status != 0]
     verb = "continuing fan-out" if folder.continued else "fan-out"
     _say(f"{verb} {folder.path}: {len(todo)} of {len(folder.jobs)} jobs by {launcher}")
-    interrupted, problem = False, "its process ended without a word"
+    interrupted, problem = False, None
+    for job in todo:
+        if not job.running:
+            (job.folder / BEGUN).unlink(missing_ok=True)
     with interrupted_once():
         try:
             overrides = [[f"hydra.sweep.subdir={job.folder.name}"] for job in todo]
-            for job, returned in zip(
-                todo, submit(measure_job, overrides, folder.path), strict=True
-            ):
+            returns = submit(measure_job, overrides, folder.path) if todo else []
+            for job, returned in zip(todo, returns, strict=True):
                 if isinstance(returned._return_value, Exception):
                     _say(f"error: {job.folder.name}: {returned._return_value}")
         except KeyboardInterrupt:
@@ -73,12 +75,11 @@ def _go(folder: FanOut, launcher: str, submit: Submit) -> int:
             problem = " ".join(str(error).split())[:500] or type(error).__name__
             _say(f"error: {launcher}: {problem}")
             _wait(todo)
-    if not interrupted:
-        for job in todo:
-            _settle(job, problem)
-        if all(job.status is not None for job in folder.jobs):
-            folder.mark_finished()
+    for job in todo if problem is not None else ():
+        _settle(job, str(problem))
     line = _report(folder)
+    if not line["pending"] and all(job.status is not None for job in folder.jobs):
+        folder.mark_finished()
     failed = any(line[status] for status in (*FAILED, "pending"))
     failed = failed or any(job.status != 0 for job in folder.jobs)
     return 130 if interrupted else int(failed)

@@ -3,9 +3,9 @@
 results/runs/<experiment>-<UTC time>-<random>/
     lock            held (flock) by the process that has submitted the jobs and waits for them
     jobs.json       the configurations of each job
-    job-000/        lock (held by the job), ended.json (it ended by itself), output.log (what it
-                    printed), run folders
-    finished.json   every job ended by itself
+    job-000/        lock (held by the job), begun, ended.json (it ended by itself), output.log (what
+                    it printed), run folders
+    finished.json   every job ended by itself, and every point has a row
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.runs import new_folder
 from harness.storage import try_lock
 from harness.worker import Functions
 
-JOBS, ENDED, OUTPUT = "jobs.json", "ended.json", "output.log"
+JOBS, BEGUN, ENDED, OUTPUT = "jobs.json", "begun", "ended.json", "output.log"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def begun(self) -> bool:
-        return (self.folder / "lock").exists()
+        return (self.folder / BEGUN).exists()
 
     @property
     def running(self) -> bool:
@@ -68,6 +68,10 @@ class Job:
     def runs(self) -> list[Path]:
         """Its run folders; more than one where it was continued on another kind of machine."""
         return runs_below(self.folder)
+
+    def begin(self) -> None:
+        (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
+        (self.folder / BEGUN).touch()
 
     def end(self, status: int) -> None:
         write_json(self.folder / ENDED, {"status": status, "ended_at": now()})
@@ -183,10 +187,14 @@ def _create(
 def _unfinished(results_dir: Path, key: str) -> FanOut | None:
     found = []
     for file in results_dir.glob(f"*/{JOBS}"):
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["key"] == key and not (file.parent / "finished.json").exists():
-            found.append((stored["created_at"], file.parent.absolute(), stored["jobs"]))
-    for _, path, jobs in sorted(found, key=lambda one: str(one[0]), reverse=True):
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            one = (str(stored["created_at"]), file.parent.absolute(), dict(stored["jobs"]))
+            if stored["key"] == key and not (file.parent / "finished.json").exists():
+                found.append(one)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # another's
+    for _, path, jobs in sorted(found, key=lambda one: one[0], reverse=True):
         lock = try_lock(path)
         if lock is not None:
             return FanOut(

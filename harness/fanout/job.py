@@ -31,6 +31,7 @@ def measure_job(_: Any) -> int:
     if lock is None:
         raise RuntimeError(f"{folder}: another process measures this job; wait for it or end it")
     try:
+        job.begin()
         for mark in folder.glob("*/finished.json"):
             mark.unlink()  # a run whose failed points are to be measured again
         settings = {"results_dir": str(folder), "resume": "auto"}

@@ -173,6 +173,24 @@ def test_a_job_that_never_began_leaves_its_points_pending(
     assert jobs.submitted == [["job-000", "job-001"], ["job-001"]]
 
 
+def test_fail_fast_leaves_a_fan_out_to_be_continued(jobs: Sweep) -> None:
+    behave(jobs.folder, p0="raise")
+    status, last = jobs.run(fail_fast=True)
+    assert (status, last["error"], last["pending"]) == (1, 2, 2)
+    behave(jobs.folder)
+    status, again = jobs.run(fail_fast=True)
+    assert (status, again["run"], again["ok"]) == (0, last["run"], 4)
+
+
+def test_a_command_that_was_killed_as_its_jobs_ended_prints_their_tables(jobs: Sweep) -> None:
+    _, last = jobs.run()
+    (Path(last["run"]) / "finished.json").unlink()
+    (jobs.folder / "runs" / "foreign").mkdir()
+    (jobs.folder / "runs" / "foreign" / "jobs.json").write_text("[")
+    assert jobs.run() == (0, last)
+    assert jobs.submitted == [["job-000", "job-001"]]
+
+
 def test_two_commands_at_once_have_folders_of_their_own(jobs: Sweep) -> None:
     first = open_fan_out(jobs.configs, FUNCTIONS)
     second = open_fan_out(jobs.configs, FUNCTIONS)
@@ -196,9 +214,9 @@ def test_a_job_that_another_process_measures_is_not_measured_twice(
         return launcher._submit([], conf_folder(), None, task, words, folder)
 
     assert fan_out(jobs.configs, "ray", submit, FUNCTIONS) == 1
-    said = capsys.readouterr().err
-    assert "another process measures this job" in said
-    assert "job-001 is still running" in said
+    said = capsys.readouterr()
+    assert "job-001: another process measures this job" in said.err
+    assert json.loads(said.out.splitlines()[-1])["pending"] == 2
     assert jobs.measured() == 2
 
 
