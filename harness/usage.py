@@ -15,6 +15,8 @@ not, or a setting is wrong; 130: interrupted.
   fail_fast=true        stops behind the first failure; the same command goes on from there
   measure.point_timeout_s=60   ends a point that hangs as timeout; the next one is run
   resume=never|RUN      a new run, or that one
+  device_lock=refuse    ends with 1 where another run is timing on one of its devices; it waits else
+  hydra/launcher=submitit_slurm|ray   as jobs, an engine each (docs/cluster.md)
 
 {_SETTINGS}"""
 LIST = f"""\
