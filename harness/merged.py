@@ -25,7 +25,10 @@ class Merged(Results):
         notes: points that several runs hold and where each is taken from; versions that differ.
     """
 
-    def __init__(self, runs: Sequence[Path], owners: dict[str, Path], notes: list[str]) -> None:
+    def __init__(
+        self, runs: Sequence[Path], owners: dict[str, Path] | None, notes: list[str]
+    ) -> None:
+        """`owners`: the run of each point; None: all are of the only one."""
         super().__init__(runs[0], tuple(schema.TABLES), None)
         self.runs = list(runs)
         self.notes = notes
@@ -40,7 +43,7 @@ class Merged(Results):
             path
             for run in self.runs
             for path in Results(run, self._tables, None).files(table)
-            if self._owners[_point_of(path)] == run
+            if self._owners is None or self._owners[_point_of(path)] == run
         ]
 
 
@@ -55,6 +58,8 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
         StoreError: a folder that is no run, or a damaged file.
     """
     runs = list(dict.fromkeys(run.resolve() for run in runs))
+    if len(runs) == 1:  # nothing to choose from
+        return Merged(runs, None, [])
     plans = {run: _plan(run) for run in runs}
     held: dict[str, dict[Path, str]] = {}
     machines: dict[str, str] = {}

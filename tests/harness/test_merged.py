@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,9 @@ def test_machines_are_refused_unless_asked_for_and_then_told_apart(
     assert frame["scaling_efficiency"].iloc[2] == 120 / 200
     assert frame["scaling_reason"].iloc[4] == "no point of tp=1 with these settings is ok"
     assert main(["collect", *map(str, [*runs, other]), "--across-machines", "--csv"]) == 0
-    assert capsys.readouterr().out.count("machine-2") == 1
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["machine"] for row in rows] == ["machine-1"] * 4 + ["machine-2"]
+    assert [row["hardware_fingerprint"] for row in rows] == [row["machine"] for row in rows]
 
 
 def test_a_failed_point_of_another_machine_has_no_figure_to_keep_apart(
