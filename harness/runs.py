@@ -52,7 +52,7 @@ class RunFolder:
         self.continued = continued
         self.notes: list[str] = []
         self._made_as = path.name
-        if continued and (stored := _read_plan(path)):
+        if continued and (stored := read_plan(path)):
             self._made_as = stored.get("run_id", path.name)  # it may have been renamed
         self._lock: int | None = lock
         self._lost: set[str] = set()
@@ -215,17 +215,6 @@ def new_folder(results_dir: Path, experiment: str) -> Path:
             continue
 
 
-def reopen(path: Path) -> RunFolder | None:
-    """A run by its folder alone, to add to it; None if its plan is damaged or it is in use."""
-    stored = _read_plan(path)
-    lock = try_lock(path) if stored is not None else None
-    if stored is None or lock is None:
-        return None
-    points = tuple(Point(**point) for point in stored["points"])
-    plan = Plan(stored["experiment"], stored["key"], points, stored["surroundings"])
-    return RunFolder(path, plan, lock, continued=True)
-
-
 def folder_name(point: Point, process: int) -> str:
     """Name of the folder of a point as measured by its n-th fresh engine."""
     return point.point_id if process == 0 else f"{point.point_id}-{process}"
@@ -247,7 +236,7 @@ def _reopen_named(results_dir: Path, plan: Plan, name: str) -> RunFolder:
             f"resume={name}: no such run in {results_dir}, and no path of one; give its folder, or "
             "auto or never"
         )
-    stored = _read_plan(path)
+    stored = read_plan(path)
     if stored is None:
         raise SettingsError(
             f"resume={name}: its plan.json is damaged, so nobody knows what it holds; start a new "
@@ -284,7 +273,7 @@ def _same_plan(results_dir: Path, plan: Plan, notes: list[str]) -> list[tuple[st
     and named in the notes where it has the name of a run of this experiment."""
     found = []
     for file in sorted(results_dir.glob("*/plan.json")):
-        stored = _read_plan(file.parent)
+        stored = read_plan(file.parent)
         if stored is None and file.parent.name.startswith(f"{_prefix(plan.experiment)}-"):
             notes.append(f"{file} cannot be read, so nothing in its folder is used")
         if stored is not None and stored["key"] == plan.key:
@@ -292,7 +281,7 @@ def _same_plan(results_dir: Path, plan: Plan, notes: list[str]) -> list[tuple[st
     return found
 
 
-def _read_plan(folder: Path) -> dict[str, Any] | None:
+def read_plan(folder: Path) -> dict[str, Any] | None:
     """plan.json of a run; None if it is not one."""
     try:
         stored = json.loads((folder / "plan.json").read_text(encoding="utf-8"))

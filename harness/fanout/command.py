@@ -13,10 +13,9 @@ from harness.commands import AGAIN, interrupted_once, write_status
 from harness.config import SettingsError
 from harness.console import stdout
 from harness.execute import units
-from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, open_fan_out
+from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, open_fan_out, reopen
 from harness.fanout.job import measure_job
 from harness.marker import FAILED, KEPT
-from harness.runs import reopen
 from harness.session import Outcome
 from harness.validation import validate
 from harness.worker import Functions

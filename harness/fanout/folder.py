@@ -21,8 +21,8 @@ from harness.config import ENGINE_AXES, SettingsError, as_written
 from harness.fingerprint import digest, sources
 from harness.hardware import versions
 from harness.marker import now, write_json
-from harness.plan import ENGINE_FIELDS
-from harness.runs import new_folder
+from harness.plan import ENGINE_FIELDS, Plan, Point
+from harness.runs import RunFolder, new_folder, read_plan
 from harness.storage import try_lock
 from harness.worker import Functions
 
@@ -158,6 +158,17 @@ def read_job(folder: Path) -> tuple[Job, Functions]:
     """A job by its folder, as a process of its own finds it."""
     stored = json.loads((folder.parent / JOBS).read_text(encoding="utf-8"))
     return Job(folder, stored["jobs"][folder.name]), Functions(**stored["functions"])
+
+
+def reopen(path: Path) -> RunFolder | None:
+    """A run by its folder alone, to add to it; None if its plan is damaged or it is in use."""
+    stored = read_plan(path)
+    lock = try_lock(path) if stored is not None else None
+    if stored is None or lock is None:
+        return None
+    points = tuple(Point(**point) for point in stored["points"])
+    plan = Plan(stored["experiment"], stored["key"], points, stored["surroundings"])
+    return RunFolder(path, plan, lock, continued=True)
 
 
 def is_fan_out(folder: Path) -> bool:
