@@ -32,7 +32,7 @@ TREE_OTHER = {
     "conf": "the Hydra configuration; packed into a wheel as harness/conf",
     "results": "published tables, how to read them and how to submit; runs/ is not kept in git",
     "tests": "mirrors engine/, harness/ and experiments/; gpu/ needs a device",
-    "docs": "architecture, method, one step, verdicts, calibration, experiments, options, columns",
+    "docs": "architecture, method, one step, verdicts, calibration, experiments, clusters, options",
     "scripts": "generated documentation; the gate; checks of both verdicts; a trained model",
 }
 
