@@ -184,7 +184,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_collect_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["collect"]) == 2
-    assert "name one run folder" in capsys.readouterr().err
+    assert "name a run folder, or several" in capsys.readouterr().err
     assert entry.main(["collect", str(tmp_path)]) == 2
     assert "is no run folder (it has no plan.json)" in capsys.readouterr().err
 
