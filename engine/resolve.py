@@ -73,7 +73,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "dtype": dtype,
         "attention": attention,
         "page_size": config.page_size or PAGE_SIZES[attention],
-        "comm": _comm(config, device, dtype),
+        "comm": _comm(config, device, dtype, ranks_here),
         "fused": _choose("fused", config.fused, FUSED[device], device),
         "max_model_len": max_model_len,
         "overlap": device == "cuda" if config.overlap is None else config.overlap,
@@ -212,7 +212,7 @@ def _choose(name: str, value: str, allowed: tuple[str, ...], device: str) -> str
     return value
 
 
-def _comm(config: EngineConfig, device: str, dtype: str) -> str:
+def _comm(config: EngineConfig, device: str, dtype: str, ranks_here: int) -> str:
     if config.tp == 1:
         allowed = ("solo", *COMM[device])
         _choose("comm", config.comm, allowed, device)
@@ -222,6 +222,11 @@ def _comm(config: EngineConfig, device: str, dtype: str) -> str:
         raise ConfigError(
             "comm='symm_mem': its kernels sum bfloat16 and float32, not dtype=float16; set "
             "comm=nccl or dtype=bfloat16"
+        )
+    if comm == "symm_mem" and ranks_here < config.tp:
+        raise ConfigError(
+            f"comm='symm_mem': GPUs of one machine share memory, and {ranks_here} of "
+            f"tp={config.tp} ranks are on this one; set comm=nccl"
         )
     return comm
 

@@ -122,6 +122,12 @@ def test_symmetric_memory_is_asked_for_by_name(
     assert comm("symm_mem", tp=1) == "solo"
     with pytest.raises(ConfigError, match="comm='symm_mem': its kernels sum bfloat16 and float32"):
         comm("symm_mem", "float16")
+    monkeypatch.setattr(resolve_module, "_ranks_here", lambda config: 1)
+    assert comm("nccl") == "nccl"
+    with pytest.raises(
+        ConfigError, match="comm='symm_mem': GPUs of one machine .* 1 of tp=2 ranks"
+    ):
+        comm("symm_mem")
     with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has nccl, symm"):
         comm("gloo")
 

@@ -240,9 +240,9 @@ def test_ranks_are_connected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SymmetricCommunicator", "ProcessGroupCommunicator"):
         monkeypatch.setattr(ranks, name, lambda *a, _n=name: made.append((_n, a)))
     for comm in ("gloo", "nccl", "symm_mem"):
-        connect_rank(1, 2, comm, 77, 5.0)
+        connect_rank(1, 2, comm, 77, 5.0, "10.0.0.1")
     assert made == [
-        ("ProcessGroupCommunicator", (1, 2, "gloo", 77, 5.0)),
-        ("ProcessGroupCommunicator", (1, 2, "nccl", 77, 5.0)),
-        ("SymmetricCommunicator", (1, 2, 77, 5.0)),
+        ("ProcessGroupCommunicator", (1, 2, "gloo", 77, 5.0, "10.0.0.1")),
+        ("ProcessGroupCommunicator", (1, 2, "nccl", 77, 5.0, "10.0.0.1")),
+        ("SymmetricCommunicator", (1, 2, 77, 5.0, "10.0.0.1")),
     ]
