@@ -130,7 +130,7 @@ class ResolvedConfig(EngineConfig):
     them (see resolve.py); only `num_pages` may be None still, on a GPU.
 
     Attributes:
-        device: cpu or cuda; first_gpu: rank r runs on GPU first_gpu + r.
+        device: cpu or cuda; first_gpu: the n-th rank of a machine runs on GPU first_gpu + n.
     """
 
     max_model_len: int

@@ -189,7 +189,7 @@ def meet(config: ResolvedConfig) -> tuple[str, dict[int, RemoteRank]]:
     wanted = {f"{name} {rank}" for name in _LINKS for rank in range(1, config.tp)}
     try:
         offer = {"host": door.host, "port": door.port, "key": door.key.hex(), "tp": config.tp}
-        Board(me).offer(json.dumps(offer))
+        Board(me).offer(json.dumps(offer, allow_nan=False))
         deadline = time.monotonic() + config.timeout_s
         while wanted - set(links):
             said, connection = door.accept(deadline)

@@ -60,8 +60,8 @@ class Runner:
         self.comm = comm
         self.shape = shape
         on_gpu = config.device == "cuda"
-        gpu = config.first_gpu + comm.rank
-        self.device = torch.device(f"cuda:{gpu}" if on_gpu else config.device)
+        # The current GPU: who starts a rank chooses it, and its number alone does not say which.
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
         self._use_cache_dir(config.cache_dir)
         self._counted_before = execution.compile_counters()
         begin = time.perf_counter()

@@ -155,12 +155,13 @@ def ask(way: str, run: Path, limit: int) -> None:
     try:
         frame = WAYS[way][1](run)
     except MemoryError:
-        print(json.dumps({"s": None}))
+        print(json.dumps({"s": None}, allow_nan=False))
         return
     taken, cpu = time.perf_counter() - begin, time.process_time() - cpu
     status = Path("/proc/self/status").read_text()
     peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    print(json.dumps({"s": taken, "cpu": cpu, "peak": peak, "medians": frame.values.tolist()}))
+    said = {"s": taken, "cpu": cpu, "peak": peak, "medians": frame.values.tolist()}
+    print(json.dumps(said, allow_nan=False))
 
 
 def asked(way: str, run: Path, limit: int) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _report(folder: FanOut) -> dict[str, Any]:
         except StoreError as error:
             _say(f"error: {error}")
     line["pending"] = line["points"] - sum(line[status] for status in (*KEPT, *FAILED))
-    print(json.dumps(line, separators=(",", ":")), flush=True)
+    print(json.dumps(line, separators=(",", ":"), allow_nan=False), flush=True)
     return line
 
 

@@ -261,7 +261,9 @@ def test_gpus_that_are_not_there_are_refused(checkpoints: Checkpoints) -> None:
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.device_count", return_value=4),
-        pytest.raises(ConfigError, match="tp=2: needs 5 GPUs, the first being number 3; 4 visible"),
+        pytest.raises(
+            ConfigError, match="tp=2: needs 5 GPUs here, the first being number 3; 4 visible"
+        ),
     ):
         resolve(EngineConfig(model=str(path), device="cuda:3", tp=2), ModelShape.from_hf(path))
     for device in ("cuda:", "cuda:x", "gpu", "cpu:1", None):

@@ -102,7 +102,7 @@ def test_every_point_has_a_row_in_the_run_of_its_job(jobs: Sweep) -> None:
     assert status == 0
     assert last == {
         "run": last["run"], "jobs": 2, "points": 4, "ok": 4, "skipped": 0, "contaminated": 0,
-        "error": 0, "oom": 0, "timeout": 0, "pending": 0,
+        "error": 0, "oom": 0, "timeout": 0, "killed": 0, "pending": 0,
     }  # fmt: skip
     assert rows(last["run"]) == [(t, b, "ok", "") for t in (1, 2) for b in (1, 4)]
     assert len(recorded("starts", jobs.folder)) == 2
