@@ -82,7 +82,7 @@ def _be_rank(offer: dict[str, Any], me: LaunchedBy) -> None:
     process = None
     try:
         config, shape, host, port = agent.recv()
-        place = Place(me.rank, me.local_rank, host, port)
+        place = Place(me.rank, config.first_gpu + me.local_rank, host, port)
         channels = RankChannels(caller, steps, [])
         process = multiprocessing.get_context("spawn").Process(
             target=_rank_of_agent, args=(place, config, shape, channels), daemon=True

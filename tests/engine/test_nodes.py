@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from engine import LLM, ConfigError
+from engine import LLM, ConfigError, nodes, runner
+from engine.comm import SoloCommunicator
+from engine.comm.rendezvous import LaunchedBy
 from engine.comm.types import Kind, Site
+from engine.config import EngineConfig, ResolvedConfig
+from engine.resolve import resolve
+from engine.shape import ModelShape
 from tests.support.checkpoints import Checkpoints
 from tests.support.fake_engine import wait_until
 from tests.support.greedy import greedy_reference
@@ -102,3 +111,62 @@ def test_outside_of_torchrun_nothing_starts(
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match=r"'RANK' .*start the script by torchrun, or leave"):
         LLM(checkpoints(), tp=2, ranks="torchrun", device="cpu", enforce_eager=True)
+
+
+# -- the GPU of a rank ----------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Raised in place of what needs a GPU."""
+
+
+def stop(*args: Any, **kwargs: Any) -> Any:
+    raise Stopped(args, kwargs)
+
+
+@pytest.fixture
+def on_gpus(checkpoints: Checkpoints) -> tuple[ResolvedConfig, ModelShape]:
+    path = checkpoints()
+    config = EngineConfig(model=str(path), tp=4, device="cpu", enforce_eager=True)
+    shape = ModelShape.from_hf(path)
+    return replace(resolve(config, shape), device="cuda"), shape
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "first_gpu", "gpu"), [(3, 1, 0, 1), (2, 0, 0, 0), (1, 1, 2, 3)]
+)
+def test_a_remote_rank_has_the_gpu_of_its_place_on_its_node(
+    on_gpus: tuple[ResolvedConfig, ModelShape],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: int,
+    first_gpu: int,
+    gpu: int,
+) -> None:
+    """Ranks 3 and 2 on the second of two nodes of two GPUs each, and rank 1 of an engine that
+    begins at GPU 2 of a single node."""
+    config, shape = on_gpus
+    caller, agent = multiprocessing.Pipe()
+    links = iter([agent, *multiprocessing.Pipe()])
+    monkeypatch.setattr(nodes, "dial", lambda *to: next(links))
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method: SimpleNamespace(Process=stop)
+    )
+    caller.send((replace(config, first_gpu=first_gpu), shape, "127.0.0.1", 77))
+    me = LaunchedBy(rank, 4, local_rank, 2, "127.0.0.1", 5, True, "0")
+    with pytest.raises(Stopped) as stopped:
+        nodes._be_rank({"key": "00", "host": "127.0.0.1", "port": 7, "tp": 4}, me)
+    place = stopped.value.args[1]["args"][0]
+    assert (place.rank, place.gpu) == (rank, gpu)
+    caller.close()
+
+
+def test_a_rank_runs_where_it_was_put(
+    on_gpus: tuple[ResolvedConfig, ModelShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of its engine, whose first GPU is number 0, and GPU 3 is the current one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(runner, "Qwen3ForCausalLM", stop)
+    with pytest.raises(Stopped) as stopped:
+        runner.Runner(*on_gpus, SoloCommunicator())
+    assert stopped.value.args[0][5] == torch.device("cuda", 3)
