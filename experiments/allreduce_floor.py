@@ -67,12 +67,19 @@ def summary(results: Results) -> pd.DataFrame:
 
 
 def in_steps(results: Results) -> pd.DataFrame:
-    """Decode steps' collectives: _KEY and time_us, one row each, of rank 0."""
+    """Decode steps' collectives: _KEY and time_us, one row each, of rank 0. One- and two-shot are
+    one path, as in a calibration, where a size decides between them too."""
+    from engine.comm.symmetric import ONE_SHOT, TWO_SHOT
+
     wanted = [*_KEY, "pass", "phase", "rank", "latency_us", "transfer_us"]
     rows = results.table("collectives", wanted)
     rows = rows[rows["pass"].isin(PASSES) & (rows["phase"] == "decode") & (rows["rank"] == 0)]
     reduces = rows["kind"] == "all_reduce"
-    rows = rows.assign(time_us=rows["transfer_us"].where(reduces, rows["latency_us"]))
+    symmetric = rows["path"].isin([ONE_SHOT, TWO_SHOT])
+    rows = rows.assign(
+        time_us=rows["transfer_us"].where(reduces, rows["latency_us"]),
+        path=rows["path"].mask(symmetric, "symm_mem"),
+    )
     rows = rows[rows["time_us"].notna()]
     if rows.empty:
         raise ExperimentError(

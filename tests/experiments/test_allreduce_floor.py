@@ -13,7 +13,7 @@ from experiments.allreduce_floor import EXPERIMENT, summary
 from experiments.base import ExperimentError
 from harness.calibration.file import Calibration, path_of
 from harness.point import measure_point
-from harness.store import load
+from harness.store import Results, load
 from tests.support.fake_backend import make_cfg, make_point
 from tests.support.fake_gpu_backend import FakeGpuBackend
 
@@ -68,6 +68,29 @@ def test_a_size_between_two_is_read_off_the_curve(run: Path) -> None:
     row = summary(load(run)).set_index("bytes").loc[REDUCED]
     assert row["alone_us"] == pytest.approx(8.0) and row["ratio"] == pytest.approx(1.25)
     assert math.isnan(row["alone_n"])
+
+
+@pytest.mark.parametrize("own", ["symm_one_shot", "symm_two_shot"])
+def test_all_reduces_over_symmetric_memory_stand_beside_its_calibration(
+    run: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(run, alone("all_reduce", REDUCED, 8.0, path="symm_mem"),
+              alone("all_reduce", REDUCED, 5.0))  # fmt: skip
+    plain = Results.table
+
+    def table(results: Results, *asked: Any) -> Any:
+        frame = plain(results, *asked)
+        if "path" not in frame:
+            return frame
+        return frame.assign(path=frame["path"].mask(frame["kind"] == "all_reduce", own))
+
+    monkeypatch.setattr(Results, "table", table)
+    frame = summary(load(run))
+    rows = frame[frame["in_step_us"].notna()].set_index("kind")
+    assert rows["path"].to_dict() == {
+        "all_reduce": "symm_mem", "gather": "nccl", "broadcast": "nccl"
+    }  # fmt: skip
+    assert tuple(rows.loc["all_reduce", ["alone_us", "in_step_us"]]) == (8.0, 10.0)
 
 
 def test_the_claim_is_judged_by_the_ratios_of_all_reduces(run: Path) -> None:
