@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
-from experiments.repeated import Group, groups, judged, problem
+from experiments.repeated import Group, gain, groups, judged, problem
 from harness.config import CHOICES
 from harness.engine_costs import of_points
 from harness.figures import FIGURES
-from harness.repeats import METRICS
 from harness.store import Results
 from harness.verdict import Verdict
 
@@ -93,11 +92,8 @@ def _rows(group: Group, costs: dict[str, dict[str, Any]]) -> list[dict[str, Any]
                 continue
             one = judged(native, theirs, metric)
             row[peer] = one.b.value if one.b else None
-            ends = (one.ratio, one.ratio_lo, one.ratio_hi)
-            if METRICS[metric].better == "lower":
-                ends = (one.ratio, one.ratio_hi, one.ratio_lo)
-                ends = tuple(None if end is None else 1 / end for end in ends)  # type: ignore[assignment]
-            row |= dict(zip((f"{peer}_ratio", f"{peer}_lo", f"{peer}_hi"), ends, strict=True))
+            names = (f"{peer}_ratio", f"{peer}_lo", f"{peer}_hi")
+            row |= dict(zip(names, gain(one, metric).values(), strict=True))
             row[f"{peer}_verdict"] = str(one.verdict)
             said += [f"{peer}: {one.reason}"] if one.verdict == Verdict.AMBIGUOUS else []
         rows.append(row | {"reason": "; ".join(said) or None})
