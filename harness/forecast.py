@@ -1,6 +1,6 @@
 """How long a plan may take: from the nearest points and engine starts of earlier runs here
 
-A time of an earlier run counts where everything of LIKE is equal: model, mode, TP size, workload,
+A time of an earlier run counts where these are equal: backend, model, mode, TP size, workload,
 batch, and how it is measured. Of several the one that differs in fewest other settings is taken,
 then the newest. What has none stays unknown: no figure is scaled or guessed.
 """
@@ -19,7 +19,7 @@ from harness.naming import settings
 from harness.plan import ENGINE_FIELDS, Plan, Point
 from harness.progress import duration
 
-_ENGINE = ("tp", "enforce_eager", "compile", "device", "model", "model.path")
+_ENGINE = ("backend", "tp", "enforce_eager", "compile", "device", "model", "model.path")
 _SECTIONS = ("workload", "measure", "instrument", "timing")
 NEVER_IN_TIME = ("workload.seed", "engine.seed")
 

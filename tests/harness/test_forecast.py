@@ -82,13 +82,15 @@ def test_without_earlier_runs_nothing_is_invented(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"batch": 8}, {"tp": 2}, {"compile": "layer"}, {"workload__output_tokens": 64},
+    [{"batch": 8}, {"backend": "transformers"}, {"tp": 2}, {"compile": "layer"},
+     {"workload__output_tokens": 64},
      {"measure__max_repeats": 20}, {"instrument": []}, {"model__path": "/elsewhere"}],
     ids=str,
 )  # fmt: skip
 def test_what_sets_the_time_must_be_equal(tmp_path: Path, change: dict[str, Any]) -> None:
     earlier(tmp_path, plan(sweep(batch=[1])), {1: 10.0})
-    assert seconds(Forecast.of(plan(sweep({"batch": 1, **change})), tmp_path)) == ["unknown"]
+    found = Forecast.of(plan(sweep({"batch": 1, **change})), tmp_path)
+    assert seconds(found) == ["unknown"]
 
 
 def test_the_nearest_is_taken_and_marked(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_of_equal_ones_the_newest_is_taken(tmp_path: Path) -> None:
     assert seconds(Forecast.of(made, tmp_path)) == ["30.0"]
 
 
-@pytest.mark.parametrize("status", ["error", "oom", "timeout", "skipped"])
+@pytest.mark.parametrize("status", ["error", "killed", "oom", "timeout", "skipped"])
 def test_how_long_a_failure_took_says_nothing(tmp_path: Path, status: str) -> None:
     made = plan(sweep(batch=[1]))
     earlier(tmp_path, made, {1: 600.0}, status=status)
