@@ -127,7 +127,10 @@ class NanoVllmBackend(Peer):
         preemptions = steps.preemptions()
         cached = sum(map(len, prompts)) - sum(s.tokens for s in steps.steps if s.prefill)
         self._counts["preemptions"] += preemptions
-        self._counts["cached_tokens"] += 0 if preemptions else cached
+        if preemptions:
+            self._counts.pop("cached_tokens", None)
+        elif "cached_tokens" in self._counts:
+            self._counts["cached_tokens"] += cached
         given = steps.given()
         begun, times = steps.times(given)
         for step, served in zip(steps.steps, given, strict=True):
@@ -161,7 +164,7 @@ class NanoVllmBackend(Peer):
 
     def counters(self) -> dict[str, int]:
         """What is compiled is counted in this process, which is rank 0's. cached_tokens cannot be
-        told from recomputed ones and is not counted where requests were preempted."""
+        told from recomputed ones: once requests were preempted it is counted no more."""
         from engine.execution import compile_counters
 
         return {**compile_counters(), **self._counts}
