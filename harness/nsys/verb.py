@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.commands import interrupted_once, make_plan
 from harness.config import AXES, SettingsError, as_written
 from harness.console import stdout
+from harness.device_lock import LockError, devices_of, held
 from harness.marker import read_marker
 from harness.naming import settings, varying
 from harness.nsys.command import Nsys, NsysError, deafness, find, report_of
@@ -47,7 +49,7 @@ def profile_point(
         nsys = _nsys([*program, "run", *words])
         check(point)
         return _profile(nsys, plan, point, [*program, "run", *words])
-    except (SettingsError, NsysError, OSError) as error:
+    except (SettingsError, NsysError, LockError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -122,10 +124,15 @@ def _profile(nsys: Nsys, plan: Plan, point: Point, target: Sequence[str]) -> int
     run.close()  # the process that nsys starts takes it over
     folder = run.path / "points" / f"{point.point_id}-nsys"
     folder.mkdir()
-    command = nsys.profile(folder / "report", [*target, f"resume={_quoted(run.path)}"])
-    print(f"nsys {nsys.version}: {shlex.join(command)}", file=sys.stderr, flush=True)
+    # The lock is held here, so that waiting for it takes nothing of what nsys may take.
+    own = ["device_lock=off", f"resume={_quoted(run.path)}"]
+    command = nsys.profile(folder / "report", [*target, *own])
     measure = point.cfg["measure"]
-    _wait(command, measure["startup_timeout_s"] + measure["point_timeout_s"] + REPORT_S)
+    limit_s = measure["startup_timeout_s"] + measure["point_timeout_s"] + REPORT_S
+    say = partial(print, file=sys.stderr, flush=True)
+    with held(devices_of([point]), point.cfg["device_lock"], str(run.path), say):
+        say(f"nsys {nsys.version}: {shlex.join(command)}")
+        _wait(command, limit_s)
     marker = read_marker(run.path / "points" / point.point_id)
     if marker is None or marker.status not in _USABLE:
         how = "did not end" if marker is None else f"ended as {marker.status}: {marker.reason}"

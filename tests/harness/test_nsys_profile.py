@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import __main__ as entry
+from harness.device_lock import held
 from harness.launcher import run
 from harness.machine import Machine
 from harness.nsys.verb import SWITCH, profile_point
@@ -72,6 +73,7 @@ def test_a_profiled_point(
     words = commands[1]
     assert words[-1] == f'resume="{last["run"]}"' and SWITCH in words and "run" in words
     assert f"--output={folder / 'report'}" in words
+    assert words[-2] == "device_lock=off", "the process that waits for nsys holds the lock"
     # Replays have the bytes and sites of the graph; 4 of them, and a kernel's time by rank.
     assert re.search(r"replay +all_reduce +embed +128 +4 +9.0 / 8.0 +8.0 +1.0 / 0.0", out)
     assert re.search(r"launched +all_reduce +embed +256 +1 +9.0 / 79.0 +9.0 +0.0 / 70.0", out)
@@ -160,6 +162,19 @@ def test_one_point_is_asked_for(profile: Profile, capsys: pytest.CaptureFixture[
     ):  # fmt: skip
         assert profile(*arguments) == 1, arguments
         assert said in capsys.readouterr().err, arguments
+
+
+def test_a_profile_does_not_time_beside_another_run(
+    profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("harness.device_lock._uuids", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with held(["GPU-b"], "wait", "another run", print):
+        assert profile("device_lock=refuse") == 1
+    assert "(another run) is timing on GPU-b of this machine" in capsys.readouterr().err
+    commands = (tmp_path / "commands").read_text().splitlines()
+    assert [command.split("\t")[0] for command in commands] == ["--version"]
 
 
 def test_without_an_nsys_it_says_how_to_get_one_and_what_it_would_have_run(
