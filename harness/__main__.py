@@ -115,11 +115,15 @@ def under_torchrun(arguments: Sequence[str]) -> int:
     """A sweep whose ranks are the processes that torchrun has started: the first one runs it, the
     others serve its engines."""
     from engine import nodes
-    from harness.device_lock import held_for_torchrun
+    from harness.device_lock import LockError, held_for_torchrun
 
     words = [word.split("=", 1)[1] for word in arguments if word.startswith("device_lock=")]
-    with held_for_torchrun([*words, "wait"][0]), nodes.under_torchrun() as first:
-        return run(arguments) if first else 0
+    try:
+        with held_for_torchrun(["wait", *words][-1]), nodes.under_torchrun() as first:
+            return run(arguments) if first else 0
+    except LockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def conf_folder() -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.__main__ import main
 from harness.device_lock import devices_of, held, held_for_torchrun
 from harness.fingerprint import digest
 from harness.hardware import fingerprint
@@ -71,6 +72,21 @@ def test_the_first_process_of_each_further_node_holds_its_devices(
         assert sorted(path.name for path in tmp_path.iterdir()) == ["GPU-a", "GPU-b"] * taken
     with held(["GPU-a", "GPU-b"], "refuse", "this", print):
         pass
+
+
+def test_a_further_node_that_is_in_use_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANGEFINDER_LOCKS", str(tmp_path))
+    names = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1", "LOCAL_RANK": "0"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("harness.device_lock.gpus", list)
+    with held(["cpu"], "wait", "another run", print):
+        assert main(["run", "tp=2", "device_lock=refuse"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: device_lock=refuse: process ") and "is timing on cpu" in err
 
 
 def test_the_caller_holds_the_gpus_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
