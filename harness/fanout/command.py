@@ -108,6 +108,8 @@ def _settle(job: Job, problem: str) -> None:
         run = reopen(path)
         if run is None:
             continue
+        for note in run.notes:
+            _say(note)
         try:
             environment = {"fingerprint": run.plan.surroundings["hardware"]}
             for unit in units(run.plan):
@@ -135,9 +137,15 @@ def _report(folder: FanOut) -> dict[str, Any]:
 
     line: dict[str, Any] = {"run": str(folder.path), "jobs": len(folder.jobs)}
     line |= {"points": folder.points} | dict.fromkeys((*KEPT, *FAILED), 0)
-    if folder.runs:
+    runs = folder.runs
+    for job in folder.jobs:
+        if len(job.runs) > 1:
+            taken = next(run for run in runs if run.parent == job.folder)
+            _say(f"{job.folder.name} has {len(job.runs)} runs, of several machines; the table has "
+                 f"{taken.name}")  # fmt: skip
+    if runs:
         try:
-            results = merge(folder.runs, across_machines=True)
+            results = merge(runs, across_machines=True)
             for note in results.notes:
                 _say(note)
             print_summary(results, stdout())

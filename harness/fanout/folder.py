@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import ENGINE_AXES, SettingsError, as_written
+from harness.config import ENGINE_AXES, SettingsError
 from harness.fingerprint import digest, sources
 from harness.hardware import versions
+from harness.leftovers import is_finished
 from harness.marker import now, write_json
+from harness.naming import named, settings, varying
 from harness.plan import ENGINE_FIELDS, Plan, Point
 from harness.runs import RunFolder, new_folder, read_plan
 from harness.storage import try_lock
@@ -67,7 +69,7 @@ class Job:
     @property
     def runs(self) -> list[Path]:
         """Its run folders; more than one where it was continued on another kind of machine."""
-        return runs_below(self.folder)
+        return _runs_of(self.folder)
 
     def begin(self) -> None:
         (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
@@ -99,7 +101,8 @@ class FanOut:
 
     @property
     def runs(self) -> list[Path]:
-        return [run for job in self.jobs for run in job.runs]
+        """The run of each job that counts."""
+        return runs_below(self.path)
 
     def mark_finished(self) -> None:
         write_json(self.path / "finished.json", {"finished_at": now()})
@@ -147,9 +150,11 @@ def by_engine(configs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def list_jobs(configs: Sequence[dict[str, Any]], launcher: str, submit: Any) -> int:
     """Prints the jobs that a run would submit; which points can run is known where they run."""
     groups = by_engine(configs)
-    for number, group in enumerate(groups):
-        engine = " ".join(f"{axis}={as_written(group[0][axis])}" for axis in ENGINE_AXES)
-        print(f"job-{number:03}  {len(group)} points  {engine}")
+    asked = [settings(group[0]) for group in groups]
+    further = [name for name in varying(asked) if name.partition(".")[0] in ENGINE_FIELDS]
+    names = dict.fromkeys([*further, *ENGINE_AXES])
+    for number, (group, one) in enumerate(zip(groups, asked, strict=True)):
+        print(f"job-{number:03}  {len(group)} points  {named(one, names)}")
     print(f"{len(configs)} points in {len(groups)} jobs by {launcher}")
     return 0
 
@@ -176,9 +181,19 @@ def is_fan_out(folder: Path) -> bool:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The run folders in a job's folder, or in those of all jobs of a fan-out."""
-    pattern = "job-*/*/plan.json" if is_fan_out(folder) else "*/plan.json"
-    return [file.parent for file in sorted(folder.glob(pattern))]
+    """The run of each job of a fan-out that counts."""
+    return [run for job in sorted(folder.glob("job-*")) for run in _that_counts(job)]
+
+
+def _runs_of(job: Path) -> list[Path]:
+    return [file.parent for file in sorted(job.glob("*/plan.json"))]
+
+
+def _that_counts(job: Path) -> list[Path]:
+    """Of a job's runs the one that its last attempt finished, else the newest; none if there is
+    none. Each has all of the job's points, in the others as another machine measured them."""
+    runs = _runs_of(job)
+    return ([run for run in runs if is_finished(run)] or runs)[-1:]
 
 
 def _create(
@@ -215,9 +230,7 @@ def _unfinished(results_dir: Path, key: str) -> FanOut | None:
 
 
 def _planned(job: Job) -> int:
-    for run in reversed(job.runs):
-        try:
-            return len(json.loads((run / "plan.json").read_text(encoding="utf-8"))["points"])
-        except (OSError, ValueError, KeyError):
-            continue
+    for run in _that_counts(job.folder):
+        if stored := read_plan(run):
+            return len(stored["points"])
     return len(job.configs)

@@ -15,7 +15,8 @@ from harness.__main__ import conf_folder
 from harness.config import register
 from harness.fanout import command
 from harness.fanout.command import fan_out
-from harness.fanout.folder import by_engine, list_jobs, open_fan_out
+from harness.fanout.folder import by_engine, list_jobs, open_fan_out, runs_below
+from harness.fingerprint import surroundings
 from harness.models import TINY
 from harness.storage import try_lock
 from harness.store import load
@@ -173,6 +174,26 @@ def test_a_job_that_never_began_leaves_its_points_pending(
     assert jobs.submitted == [["job-000", "job-001"], ["job-001"]]
 
 
+def test_a_job_that_goes_on_at_another_machine_has_its_points_once(
+    jobs: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There its points are measured anew, and the first machine's count and stand no more."""
+    behave(jobs.folder, p1="raise")
+    jobs.configs = [jobs.configs[0] | {"batch": batch} for batch in (1, 4, 8)]
+    status, last = jobs.run(fail_fast=True)
+    assert (status, last["ok"], last["error"], last["pending"]) == (1, 1, 1, 1)
+    behave(jobs.folder)
+    elsewhere = {**surroundings(), "hardware": "another"}
+    monkeypatch.setattr("harness.commands.surroundings", lambda: elsewhere)
+    status, again = jobs.run(fail_fast=True)
+    assert (status, again["run"], again["ok"], again["error"]) == (0, last["run"], 3, 0)
+    assert (again["points"], again["pending"]) == (3, 0)
+    assert len(list(Path(last["run"]).glob("job-000/*/plan.json"))) == 2
+    (counted,) = runs_below(Path(last["run"]))
+    assert list(load(counted).points["status"]) == ["ok"] * 3
+    assert jobs.run(fail_fast=True)[1]["run"] != last["run"], "it is finished"
+
+
 def test_fail_fast_leaves_a_fan_out_to_be_continued(jobs: Sweep) -> None:
     behave(jobs.folder, p0="raise")
     status, last = jobs.run(fail_fast=True)
@@ -245,6 +266,12 @@ def test_list_prints_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
         ["job-000", "2 points"], ["job-001", "2 points"],
     ]  # fmt: skip
     assert "tp=2 enforce_eager=true" in lines[1]
+    configs = sweep({"backend": "vllm"}, batch=[1]) + sweep(engine__fused=["none", "store"])
+    assert list_jobs(configs, "fake", None) == 0
+    found = [line.split("  ")[2] for line in capsys.readouterr().out.splitlines()[:3]]
+    assert [text.split()[0] for text in found] == ["backend=vllm", "backend=native",
+                                                           "backend=native"]  # fmt: skip
+    assert ["engine.fused=store" in text for text in found] == [False, False, True]
     assert lines[2] == "4 points in 2 jobs by fake"
     assert launcher.run(words, conf_folder(), partial(_unreachable), None) == 1
     assert "rangefinder[cluster]" in capsys.readouterr().err
