@@ -141,7 +141,7 @@ class _Reasons:
         return {
             "spread": "one repeat has no spread",
             "scaling_efficiency": row["scaling_reason"],
-            "compile_cache": "nothing was compiled",
+            "compile_cache": "nothing was compiled, or the engine does not count it",
             "phase": "no step was timed",
         }[column]  # fmt: skip
 
