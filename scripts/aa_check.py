@@ -46,9 +46,9 @@ POINT = ["model=tiny", "workload=decode", "batch=4", "instrument=collectives",
 """One thread a rank: on a CPU that has other work, a second one waits for its core."""
 
 
-def slowed() -> Any:
+def slowed(name: str) -> Any:
     """The native backend, whose engine does nothing for a tenth of each step after it. A session's
-    child calls this."""
+    child calls this, with the backend's name."""
     from engine.core import EngineCore
     from harness.backends import create
 
@@ -63,7 +63,7 @@ def slowed() -> Any:
         return finished
 
     EngineCore.step = slow  # type: ignore[method-assign]
-    return create()
+    return create(name)
 
 
 def measured(arguments: list[str], results: Path, functions: Functions) -> Path:

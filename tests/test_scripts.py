@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -52,3 +53,21 @@ def test_alarms_and_the_planted_delay_are_counted(
     assert [row.split(" | ")[0][2:] for row in rows] == (
         ["A/A 1"] * 3 + ["A/A 2"] * 3 + ["planted"] * 3
     )
+
+
+def test_the_planted_backend_is_made_as_a_session_makes_it(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session gives the name of the backend; each step then lasts a tenth longer."""
+    from engine.core import EngineCore
+    from harness.backends.native import NativeBackend
+
+    def step(self: EngineCore) -> int:
+        time.sleep(0.05)
+        return 7
+
+    monkeypatch.setattr(EngineCore, "step", step)
+    assert type(check.slowed("native")) is NativeBackend
+    begin = time.perf_counter()
+    assert EngineCore.step(None) == 7  # type: ignore[arg-type,comparison-overlap]
+    assert time.perf_counter() - begin >= 0.05 * (1 + check.DELAY)
