@@ -233,7 +233,7 @@ def _lonely(mine: Side, theirs: Side, shown: Sequence[str]) -> tuple[str, ...]:
     for asked in (asked for key, (asked, _) in mine.items() if key not in theirs):
         others = [(_differing(asked, other), other) for other, _ in theirs.values()]
         names, other = min(others, key=lambda one: _distance(one[0]))
-        differs = ", ".join(
+        differs = " and ".join(
             f"{name}={as_written(other.get(name))}, not {as_written(asked.get(name))}"
             for name in names
         )

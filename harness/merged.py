@@ -51,7 +51,8 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
     """Opens several run folders as one.
 
     A point that several hold is taken from one of them: a run where it is ok (or contaminated)
-    before one where it was skipped, and that before one where it failed; the newest of equals.
+    before one where it was skipped, and that before one where it failed; of equals the one with
+    most fresh engines, since another may have been interrupted; then the newest.
 
     Raises:
         MachinesDiffer: figures of several machines, unless `across_machines`.
@@ -62,12 +63,15 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
         return Merged(runs, None, [])
     plans = {run: _plan(run) for run in runs}
     held: dict[str, dict[Path, str]] = {}
+    worth: dict[tuple[str, Path], tuple[int, int, str]] = {}
     machines: dict[str, str] = {}
-    columns = ["point_id", "status", "hardware_fingerprint", "gpu", "cpu"]
+    columns = ["point_id", "process", "status", "hardware_fingerprint", "gpu", "cpu"]
     for run in runs:
         points = Results(run, tuple(schema.TABLES), None).table("points", columns)
         for point_id, group in points.groupby("point_id"):
-            held.setdefault(str(point_id), {})[run] = worst_status(group["status"])
+            status = held.setdefault(str(point_id), {})[run] = worst_status(group["status"])
+            engines = group["process"].nunique()
+            worth[str(point_id), run] = _rank(status), engines, plans[run]["created_at"]
         measured = points[points["status"].isin(RANKED)]
         device = measured["gpu"].fillna(measured["cpu"])
         for name in (device + " (" + measured["hardware_fingerprint"] + ")").dropna().unique():
@@ -81,7 +85,7 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
     notes = [*_changes(plans)]
     owners: dict[str, Path] = {}
     for point_id, statuses in held.items():
-        owners[point_id] = max(statuses, key=lambda r: (_rank(statuses[r]), plans[r]["created_at"]))
+        owners[point_id] = max((worth[point_id, run], run) for run in statuses)[1]
         if len(statuses) > 1:
             said = ", ".join(f"{run.name} ({status})" for run, status in statuses.items())
             notes.append(f"point {point_id} is in {said}; taken from {owners[point_id].name}")

@@ -15,6 +15,7 @@ from harness.console import stdout
 from harness.execute import units
 from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, open_fan_out, reopen
 from harness.fanout.job import measure_job
+from harness.machine import torchrun_processes
 from harness.marker import FAILED, KEPT
 from harness.session import Outcome
 from harness.validation import validate
@@ -38,6 +39,11 @@ def fan_out(
     Raises:
         SettingsError: a setting that no machine could run; nothing was submitted then.
     """
+    if torchrun_processes():
+        raise SettingsError(
+            f"hydra/launcher={launcher} under torchrun: a job cannot have ranks on the nodes of "
+            "another command; start one or the other (docs/cluster.md)"
+        )
     for cfg in configs:
         validate(cfg)
         if cfg["device"] == "auto":

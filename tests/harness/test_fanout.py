@@ -12,7 +12,7 @@ import pytest
 
 from harness import launcher
 from harness.__main__ import conf_folder
-from harness.config import register
+from harness.config import SettingsError, register
 from harness.fanout import command
 from harness.fanout.command import fan_out
 from harness.fanout.folder import by_engine, list_jobs, open_fan_out, runs_below
@@ -239,6 +239,16 @@ def test_a_job_that_another_process_measures_is_not_measured_twice(
     assert "job-001: another process measures this job" in said.err
     assert json.loads(said.out.splitlines()[-1])["pending"] == 2
     assert jobs.measured() == 2
+
+
+def test_jobs_of_a_command_that_torchrun_started_are_refused(
+    jobs: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingsError, match="hydra/launcher=ray under torchrun: .* one or the"):
+        fan_out(jobs.configs, "ray", None, FUNCTIONS)  # type: ignore[arg-type]
+    assert not list(jobs.folder.glob("runs/*"))
 
 
 @pytest.mark.parametrize(

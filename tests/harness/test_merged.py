@@ -69,6 +69,12 @@ def test_a_point_of_two_runs_is_taken_from_the_better_one_then_from_the_newer(
         ]
 
 
+def test_a_newer_run_that_was_interrupted_does_not_replace_a_whole_one(tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole", "2026-01-01", {"rates": [[100.0], [100.0], [100.0]]})
+    part = make(tmp_path / "part", "2026-01-02", {"rates": [[300.0]]})
+    assert list(summary(merge([part, whole]))["output_tok_s"]) == [100.0]
+
+
 def test_machines_are_refused_unless_asked_for_and_then_told_apart(
     tmp_path: Path, runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
