@@ -4,7 +4,8 @@
 
 Judges two work trees of HEAD against one another --runs times: each SLOWER is a false alarm. Then
 twice with every other benchmark slowed down by waiting behind each round: those must be SLOWER, and
-the others not. Prints markdown; exit status 0 if all is as it must be.
+the others not. Prints markdown, of what there is if it is interrupted; exit status 0 if all was run
+and is as it must be.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +38,13 @@ class Run:
     seconds: float = 0.0
 
 
-def as_it_must_be(run: Run) -> bool:
-    """Whether those that were slowed, and no others, are SLOWER."""
-    return {line.name for line in run.lines if line.slower} == run.planted
+def wrong(run: Run) -> list[str]:
+    """Benchmarks that were slowed and are not SLOWER, or are it and were not; with the verdict."""
+    return [
+        f"{line.bare} {line.verdict}"
+        for line in run.lines
+        if line.slower != (line.name in run.planted)
+    ]
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -104,16 +109,20 @@ def main(argv: list[str] | None = None) -> int:
                     planted=words)  # fmt: skip
         gate.run(options.processes)
         runs.append(Run(gate.lines(), frozenset(planted), time.monotonic() - begin))
-        said = "as it must be" if as_it_must_be(runs[-1]) else "WRONG"
+        said = f"WRONG: {', '.join(found)}" if (found := wrong(runs[-1])) else "as it must be"
         print(f"{len(runs)}: {said}, {runs[-1].seconds:.0f} s", file=sys.stderr, flush=True)
 
-    with ExitStack() as stack:
+    whole = False
+    with ExitStack() as stack, suppress(KeyboardInterrupt):
         trees = [stack.enter_context(work_tree(ROOT, commit)) for _ in range(2)]
         for _ in range(options.runs):
             judge(trees)
         names = [line.name for line in runs[0].lines]
         for half in (names[::2], names[1::2]):
             judge(trees, half)
+        whole = True
+    if not runs:
+        return 1
     found = hardware.capture()
     machine = found["gpus"][0]["name"] if found["gpus"] else found["cpu"]
     print(
@@ -121,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{commit}; {options.processes} processes a side, timer {timer}, floor "
         f"{options.floor:.0%}.\n\n{report(runs, options.factor)}"
     )
-    return int(not all(map(as_it_must_be, runs)))
+    return int(not whole or any(map(wrong, runs)))
 
 
 if __name__ == "__main__":
