@@ -165,7 +165,7 @@ def test_a_rank_that_raises_is_named_and_nothing_stays(checkpoints: Checkpoints)
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match="planted in rank 1") as caught:
         llm.generate(prompts(), GREEDY)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert caught.value.rank == 1 and "RuntimeError" in caught.value.worker_traceback
     assert_gone(pids)
     with pytest.raises(EngineDeadError, match="planted in rank 1"):
@@ -184,7 +184,7 @@ def test_a_killed_rank_is_named_and_nothing_stays(checkpoints: Checkpoints, vict
     with pytest.raises(EngineDeadError) as caught:
         for _ in range(1000):
             llm.generate(prompts(), GREEDY)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert (caught.value.rank, caught.value.exitcode) == (victim, -signal.SIGKILL)
     assert_gone(pids)
     llm.close()

@@ -206,8 +206,9 @@ def test_a_point_counts_every_token(
     assert set(results.points["effective.batch"]) == {2}
     notes = results.points["notes"][0]
     assert "prefix cache cannot be switched off" in notes and "flag:" not in notes
-    rates = results.metrics[results.metrics["name"] == "prefill_tok_s"]
-    assert (rates["value"].dropna() > 0).all()
+    rates = results.metrics[results.metrics["name"] == "prefill_tok_s"].set_index("stat")["value"]
+    # the interval of a mean of few values may reach below zero where they differ widely
+    assert (rates.drop(["std", "ci_lo"]).dropna() > 0).all() and rates.notna().any()
     assert (results.metrics["value"].isna() == results.metrics["reason"].notna()).all()
     assert results.steps["device_us"].isna().all()
     original = LLM._sample
