@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import Kernels, runs_triton
+from engine.kernels import USUAL, Kernels, runs_triton
 from engine.rope import RopeScaling, rotary_table
 from engine.weights import CheckpointTensor, whole
 
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -109,7 +109,7 @@ def norm_and_rotate(
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
     rotary: torch.Tensor,
-    kernels: Kernels = Kernels(),
+    kernels: Kernels = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms each head of q [T, h, D] and k [T, kv_heads, D] where the model has such norms (both or
     neither), then rotates it as apply_rotary does."""
@@ -156,7 +156,7 @@ def _weights(
 class SiluAndMul(nn.Module):
     """x [T, 2I], gate then up -> silu(gate) * up [T, I]."""
 
-    def __init__(self, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, kernels: Kernels = USUAL) -> None:
         super().__init__()
         self.kernels = kernels
 

@@ -1,6 +1,6 @@
 """Times the tiles of the engine's own products against cuBLAS, by the layers' shapes; on a GPU.
 
-    python scripts/linear_tiles.py [--rows 1,8,16,32,64] [--shapes 4096x1024,...] [--dependent]
+    python scripts/linear_tiles.py [--rows 1,8,16,32,64] [--groups "0.6b tp1,..."] [--dependent]
 
 A time is that of one call in a CUDA graph of 24, on as many weights as do not fit in L2 together;
 the best mean of seven replays, in us. Prints for each shape and number of rows cuBLAS's time, that
@@ -13,19 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-
-from engine.kernels.layers_triton import silu_and_mul_triton  # noqa: E402
-from engine.kernels.linear_triton import Tile, linear_triton, tile  # noqa: E402
+from engine.kernels.layers_triton import silu_and_mul_triton
+from engine.kernels.linear_triton import Tile, linear_triton, tile
 
 SHAPES = {
     "0.6b tp1": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)],
@@ -93,55 +93,54 @@ def timed(call: Callable[[int], object]) -> float:
     return best
 
 
+def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) -> str:
+    """A line of x [rows, K] by weights [copies, N, K], in every tile of `kinds` that fits."""
+    copies, size, inner = weights.shape
+    gated = name.endswith("gated")
+    x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+
+    def own(chosen: Tile, dependent: bool) -> float:
+        how = {"gated": gated, "dependent": dependent, "chosen": chosen}
+        return timed(lambda n: linear_triton(x, weights[n % copies], **how))
+
+    def torchs(n: int) -> object:
+        found = F.linear(x, weights[n % copies])
+        return silu_and_mul_triton(found) if gated else found
+
+    mine = [kind for kind in kinds if kind[:2] == (rounded(rows), gated)]
+    found = sorted((own(one, early), one) for _, _, one, early in mine)
+    chosen = tile(rows, size // (2 if gated else 1))
+    best = "  ".join(f"{us:.1f} {tuple(one)}" for us, one in found[:3])
+    return (
+        f"{name} rows {rows}: cuBLAS {timed(torchs):.1f}, taken {own(chosen, mine[0][3]):.1f} "
+        f"{tuple(chosen)}, best {best}, {size * inner * 2 / found[0][0] / 1e6:.2f} TB/s"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Times tiles of the engine's own products.")
     parser.add_argument("--rows", default="1,8,16,32,64")
     parser.add_argument("--groups", default=",".join(SHAPES))
-    parser.add_argument("--dependent", action="store_true")
+    parser.add_argument("--dependent", action="store_true", help="launch each early")
     options = parser.parse_args()
     all_rows = [int(n) for n in options.rows.split(",")]
-    kinds = {(rounded(rows), gated, own, options.dependent): None for rows in all_rows
-             for gated in (False, True) for own in candidates(rows, gated)}  # fmt: skip
+    kinds = list(dict.fromkeys(
+        (rounded(rows), gated, own, options.dependent)
+        for rows in all_rows for gated in (False, True) for own in candidates(rows, gated)
+    ))  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(min(cores, 24), get_context("spawn")) as pool:
         said = zip(kinds, pool.map(build, kinds, chunksize=4), strict=True)
         broken = {kind: wrong for kind, wrong in said if wrong}
     print(f"{len(kinds)} kernels built, {len(broken)} not: {list(broken.items())[:4]}", flush=True)
+    kinds = [kind for kind in kinds if kind not in broken]
     for group in options.groups.split(","):
         for place, (size, inner) in enumerate(SHAPES[group]):
-            gated = place == 2
             copies = min(CALLS, max(2, L2 // (size * inner * 2)))
             weights = torch.randn(copies, size, inner, device="cuda", dtype=torch.bfloat16)
+            name = f"{group} {size}x{inner}{' gated' if place == 2 else ''}"
             for rows in all_rows:
-                x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
-
-                def torchs(n: int) -> object:
-                    found = F.linear(x, weights[n % copies])  # noqa: B023
-                    return silu_and_mul_triton(found) if gated else found  # noqa: B023
-
-                def own(chosen: Tile) -> float:
-                    return timed(
-                        lambda n: linear_triton(  # noqa: B023
-                            x, weights[n % copies], gated=gated,  # noqa: B023
-                            dependent=options.dependent, chosen=chosen,
-                        )
-                    )  # fmt: skip
-
-                found = []
-                for one in candidates(rows, gated):
-                    if (rounded(rows), gated, one, options.dependent) not in broken:
-                        found.append((own(one), one))
-                found.sort()
-                taken = tile(rows, size // (2 if gated else 1))
-                reads = size * inner * 2 / found[0][0] / 1e6
-                best = "  ".join(f"{us:.1f} {tuple(one)}" for us, one in found[:3])
-                print(
-                    f"{group} {size}x{inner}{' gated' if gated else ''} rows {rows}: cuBLAS "
-                    f"{timed(torchs):.1f}, taken {own(taken):.1f} {tuple(taken)}, best {best}, "
-                    f"{reads:.2f} TB/s",
-                    flush=True,
-                )
-            del weights
+                print(measure(name, rows, weights, kinds), flush=True)
     return 0
 
 

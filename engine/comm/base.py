@@ -11,7 +11,7 @@ import torch
 
 from engine.comm import ops
 from engine.comm.types import Collective, CollectiveObserver, Kind, Site, StepInfo
-from engine.kernels import Kernels
+from engine.kernels import USUAL, Kernels
 from engine.kernels.linear import linear
 
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -68,7 +68,7 @@ class Communicator(ABC):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         site: Site,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> torch.Tensor:
         """x [T, I/world], weight [H, I/world] -> the full [T, H]."""
         return self.all_reduce(self.partial_linear(x, weight, bias, kernels), site)
@@ -78,7 +78,7 @@ class Communicator(ABC):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> torch.Tensor:
         """x [T, I/world], weight [H, I/world] -> this rank's summand [T, H], to be summed before
         the next is made; the bias is added on rank 0 alone, so that the sum holds it once."""

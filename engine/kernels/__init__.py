@@ -25,6 +25,10 @@ class Kernels:
         return self.launch == "dependent"
 
 
+USUAL = Kernels()
+"""What a module has that is not told."""
+
+
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether a layer takes its own kernel: on a GPU, unless torch.compile is tracing, which fuses
     the plain formula with its neighbours."""

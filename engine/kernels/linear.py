@@ -1,4 +1,4 @@
-"""Linear layers by own kernels, as operators: torch.compile neither traces into nor splits at them.
+"""Linear layers by own kernels, as operators that torch.compile does not trace into.
 
 Steps of few rows take the kernel of linear_triton.py, others cuBLAS. Which is decided when the
 operator runs: compiled code serves every number of rows.

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight, each reading the weight once; references: linear.py.
+"""Products of a few rows with a weight, each reading the weight once; reference: linear.py.
 
 A step of few sequences is bound by reading weights. cuBLAS left bandwidth unused there on an H200:
 0.8 TB/s at 1 x 3072 by 1024, 2.0 at 1 x 1024 by 4096, where memory gives 4.2.
@@ -158,7 +158,7 @@ def linear_triton(
     rows, inner = x.shape
     size = weight.shape[0] // (2 if gated else 1)
     assert 1 <= rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
-    assert weight.shape[1] == inner and not (gated and bias is not None)
+    assert weight.shape[1] == inner and (bias is None or (bias.is_contiguous() and not gated))
     if out is None:
         out = x.new_empty(rows, size)
     assert out.shape == (rows, size) and out.stride(1) == 1

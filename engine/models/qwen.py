@@ -15,7 +15,7 @@ from engine.attention import Attention
 from engine.batch import ForwardBatch
 from engine.comm.base import Communicator
 from engine.comm.types import Site
-from engine.kernels import Kernels, runs_triton
+from engine.kernels import USUAL, Kernels, runs_triton
 from engine.kernels.linear import gated_linear
 from engine.kv_cache import KVCache
 from engine.layers import (
@@ -237,7 +237,7 @@ class Qwen3ForCausalLM(nn.Module):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         shape.check_tp(comm.world)

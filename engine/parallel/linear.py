@@ -15,7 +15,7 @@ from torch import nn
 from engine.comm.base import Communicator
 from engine.comm.types import Site
 from engine.errors import ConfigError
-from engine.kernels import Kernels
+from engine.kernels import USUAL, Kernels
 from engine.kernels.linear import linear
 from engine.weights import CheckpointTensor, TensorSource, whole
 
@@ -42,7 +42,7 @@ class ReplicatedLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         self.kernels = kernels
@@ -90,7 +90,7 @@ class _FusedColumnParallel(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         self.in_features, self.kernels = in_features, kernels
@@ -131,11 +131,13 @@ class ColumnParallelLinear(_FusedColumnParallel):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         count = _share("an output size", out_features, comm.world)
         piece = Piece("", out_features, comm.rank * count, count)
-        super().__init__(in_features, [piece], bias=bias, dtype=dtype, device=device, kernels=kernels)
+        super().__init__(
+            in_features, [piece], bias=bias, dtype=dtype, device=device, kernels=kernels
+        )
 
 
 class MergedColumnParallelLinear(_FusedColumnParallel):
@@ -152,13 +154,15 @@ class MergedColumnParallelLinear(_FusedColumnParallel):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         pieces = []
         for name, total in outs.items():
             count = _share(f"an output size ({name})", total, comm.world)
             pieces.append(Piece(name, total, comm.rank * count, count))
-        super().__init__(in_features, pieces, bias=bias, dtype=dtype, device=device, kernels=kernels)
+        super().__init__(
+            in_features, pieces, bias=bias, dtype=dtype, device=device, kernels=kernels
+        )
 
 
 class QKVParallelLinear(_FusedColumnParallel):
@@ -183,7 +187,7 @@ class QKVParallelLinear(_FusedColumnParallel):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         rank, world = comm.rank, comm.world
         heads = _share("a number of query heads", num_heads, world)
@@ -198,7 +202,9 @@ class QKVParallelLinear(_FusedColumnParallel):
             Piece(name, num_kv_heads * head_dim, kv_start * head_dim, kv_size)
             for name in ("k_proj", "v_proj")
         )
-        super().__init__(in_features, [q, k, v], bias=bias, dtype=dtype, device=device, kernels=kernels)
+        super().__init__(
+            in_features, [q, k, v], bias=bias, dtype=dtype, device=device, kernels=kernels
+        )
         self.num_heads, self.num_kv_heads = heads, kv_heads
         self.q_size, self.kv_size = q_size, kv_size
 
@@ -219,7 +225,7 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         self.comm, self.site, self.kernels = comm, site, kernels
@@ -231,9 +237,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / world] -> the summed [T, out] on every rank; one all-reduce."""
-        return self.comm.linear_all_reduce(
-            x, self.weight, self.bias, self.site, self.kernels
-        )
+        return self.comm.linear_all_reduce(x, self.weight, self.bias, self.site, self.kernels)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / world] -> this rank's summand [T, out], for Communicator.reduce_add_norm."""

@@ -206,7 +206,9 @@ def test_products_and_launches_of_a_gpu(
     assert found(linear="triton", launch="dependent") == ("triton", "dependent")
     capability = (8, 9)
     assert found(linear="triton") == ("triton", "plain")
-    with pytest.raises(ConfigError, match="launch='dependent': needs compute capability 9.0 .* 8.9"):
+    with pytest.raises(
+        ConfigError, match="launch='dependent': needs compute capability 9.0 .* 8.9"
+    ):
         found(launch="dependent")
     on_cpu: dict[str, Any] = {"device": "cpu", "enforce_eager": True}
     assert found(**on_cpu) == ("torch", "plain")

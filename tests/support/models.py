@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.comm import Communicator, SoloCommunicator
-from engine.kernels import Kernels
+from engine.kernels import USUAL, Kernels
 from engine.kv_cache import KVCache
 from engine.models import Qwen3ForCausalLM
 from engine.shape import ModelShape
@@ -29,7 +29,7 @@ class LoneRank(SoloCommunicator):
 
 
 def build_model(
-    path: Path, comm: Communicator, dtype: torch.dtype = torch.float32, kernels: Kernels = Kernels()
+    path: Path, comm: Communicator, dtype: torch.dtype = torch.float32, kernels: Kernels = USUAL
 ) -> tuple[Qwen3ForCausalLM, ModelShape]:
     shape = ModelShape.from_hf(path)
     model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu", kernels)
@@ -61,7 +61,7 @@ def logits_of(
     page_size: int = 4,
     padding: int = 0,
     dtype: torch.dtype = torch.float32,
-    kernels: Kernels = Kernels(),
+    kernels: Kernels = USUAL,
 ) -> list[torch.Tensor]:
     """Logits [length, V] of every position of every sequence, fed step by step, from rank 0."""
     steps = list(steps)
