@@ -34,8 +34,11 @@ SHAPES = {
     "8b tp2": [(3072, 4096), (4096, 2048), (12288, 4096), (4096, 6144)],
 }
 """[N, K] of qkv, o, gate and up, down; the third of each is gated."""
-LINES = [Tile(n, k, w, s) for n, k, w, s in product((2, 4, 8, 16), (256, 512, 1024), (4, 8), (1, 3))
-         if 512 <= n * k <= 8192]  # fmt: skip
+LINES = [
+    Tile(n, k, warps, stages)
+    for n, k, warps, stages in product((2, 4, 8, 16), (256, 512, 1024), (4, 8), (1, 3, 6))
+    if 512 <= n * k <= 8192
+]
 TILES = [Tile(n, k, w, s) for n, k, w, s in product((16, 32, 64), (64, 128, 256), (2, 4), (3, 5))]
 CALLS, L2 = 24, 200 << 20
 
@@ -109,7 +112,7 @@ def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) 
 
     mine = [kind for kind in kinds if kind[:2] == (rounded(rows), gated)]
     found = sorted((own(one, early), one) for _, _, one, early in mine)
-    chosen = tile(rows, size // (2 if gated else 1))
+    chosen = tile(rows, size // (2 if gated else 1), 2, gated)
     best = "  ".join(f"{us:.1f} {tuple(one)}" for us, one in found[:3])
     return (
         f"{name} rows {rows}: cuBLAS {timed(torchs):.1f}, taken {own(chosen, mine[0][3]):.1f} "

@@ -131,12 +131,15 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(rows: int, size: int) -> Tile:
-    """For a product of so many rows and columns: small enough that every multiprocessor reads."""
+def tile(rows: int, size: int, itemsize: int, gated: bool) -> Tile:
+    """For a product of so many rows and columns: small enough that every multiprocessor reads, and
+    that its stages fit in a Hopper GPU's 227 KB of shared memory."""
     if rows == 1:
-        return Tile(8 if size >= 8192 else 4, 512, 4, 3)
+        return Tile(8 if size >= 8192 else 4, 1024 // itemsize, 4, 3)
     wide = 64 if size >= 16384 else 32 if size >= 4096 else 16
-    return Tile(wide, 256 if wide < 64 else 128, 4, 4)
+    if gated:  # as many rows of each half
+        wide = max(16, wide // 2)
+    return Tile(wide, (512 if wide < 64 else 256) // itemsize, 4, 4)
 
 
 def linear_triton(
@@ -162,7 +165,7 @@ def linear_triton(
     if out is None:
         out = x.new_empty(rows, size)
     assert out.shape == (rows, size) and out.stride(1) == 1
-    block_n, block_k, warps, stages = chosen or tile(rows, size)
+    block_n, block_k, warps, stages = chosen or tile(rows, size, x.dtype.itemsize, gated)
     _linear[(triton.cdiv(size, block_n),)](
         x,
         weight,
