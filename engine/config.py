@@ -13,6 +13,8 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
 COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 LOAD_FORMATS = ("auto", "dummy")
 FUSED = ("auto", "none", "layers", "store")
+LINEAR = ("auto", "torch", "triton")
+LAUNCHES = ("auto", "plain", "dependent")
 RANKS = ("spawn", "torchrun")
 
 
@@ -39,6 +41,10 @@ class EngineConfig:
             layers: norm, residual add + norm, norm + rotation of Q and K, and SwiGLU's activation
             are one kernel each; store: and the one that rotates K writes K and V to the cache;
             auto: layers on a GPU, none on a CPU.
+        linear: products with the layers' weights. torch: cuBLAS; triton: those of at most 64 rows
+            by an own kernel, with SwiGLU's activation in it; auto: torch.
+        launch: of own kernels on a GPU. dependent: while the kernel before still runs, where they
+            wait for its end (compute capability 9.0 and above); auto: plain.
         max_model_len: prompt + output of one request at most; None: the model's own limit
             (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.
@@ -71,6 +77,8 @@ class EngineConfig:
     attention: str = "auto"
     comm: str = "auto"
     fused: str = "auto"
+    linear: str = "auto"
+    launch: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -93,6 +101,8 @@ class EngineConfig:
             "attention": ATTENTION_BACKENDS,
             "comm": COMM_PATHS,
             "fused": FUSED,
+            "linear": LINEAR,
+            "launch": LAUNCHES,
             "ranks": RANKS,
         }
         for name, allowed in choices.items():

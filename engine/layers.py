@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import runs_triton
+from engine.kernels import USUAL, Kernels, runs_triton
 from engine.rope import RopeScaling, rotary_table
 from engine.weights import CheckpointTensor, whole
 
@@ -29,11 +29,11 @@ class RMSNorm(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        fused: bool = True,
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.fused = fused
+        self.kernels = kernels
         weight = torch.empty(size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
@@ -54,12 +54,13 @@ class RMSNorm(nn.Module):
         sum in x's dtype. The normalised value is rounded to x's dtype before the weight multiplies
         it, as in transformers.
         """
-        if self.fused and runs_triton(x):
+        if self.kernels.layers and runs_triton(x):
             from engine.kernels.layers_triton import add_rms_norm_triton, rms_norm_triton
 
+            how = (self.weight, self.eps, self.kernels.dependent)
             if residual is None:
-                return rms_norm_triton(x, self.weight, self.eps)
-            return add_rms_norm_triton(x, residual, self.weight, self.eps)
+                return rms_norm_triton(x, *how)
+            return add_rms_norm_triton(x, residual, *how)
         if residual is None:
             return self._normed(x.float()).to(x.dtype) * self.weight
         total = x.float() + residual.float()
@@ -108,14 +109,15 @@ def norm_and_rotate(
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
     rotary: torch.Tensor,
-    fused: bool = True,
+    kernels: Kernels = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms each head of q [T, h, D] and k [T, kv_heads, D] where the model has such norms (both or
     neither), then rotates it as apply_rotary does."""
-    if fused and runs_triton(q):
+    if kernels.layers and runs_triton(q):
         from engine.kernels.rotate_triton import norm_and_rotate_triton
 
-        return norm_and_rotate_triton(q, k, *_weights(q_norm, k_norm), rotary)
+        weights, eps = _weights(q_norm, k_norm)
+        return norm_and_rotate_triton(q, k, weights, eps, rotary, kernels.dependent)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
     return apply_rotary(q, rotary), apply_rotary(k, rotary)
@@ -131,12 +133,14 @@ def norm_rotate_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """norm_and_rotate, then store_kv, as one Triton kernel -> the normed and rotated q."""
     from engine.kernels.rotate_triton import norm_rotate_store_triton
 
     weights, eps = _weights(q_norm, k_norm)
-    return norm_rotate_store_triton(q, k, v, weights, eps, rotary, k_cache, v_cache, slot_mapping)
+    caches = (k_cache, v_cache, slot_mapping)
+    return norm_rotate_store_triton(q, k, v, weights, eps, rotary, *caches, dependent)
 
 
 def _weights(
@@ -152,14 +156,14 @@ def _weights(
 class SiluAndMul(nn.Module):
     """x [T, 2I], gate then up -> silu(gate) * up [T, I]."""
 
-    def __init__(self, fused: bool = True) -> None:
+    def __init__(self, kernels: Kernels = USUAL) -> None:
         super().__init__()
-        self.fused = fused
+        self.kernels = kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fused and runs_triton(x):
+        if self.kernels.layers and runs_triton(x):
             from engine.kernels.layers_triton import silu_and_mul_triton
 
-            return silu_and_mul_triton(x)
+            return silu_and_mul_triton(x, self.kernels.dependent)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -21,7 +21,7 @@ from engine.comm.base import Communicator
 from engine.comm.types import Phase, StepInfo
 from engine.config import ResolvedConfig
 from engine.graphs import Capture, DecodeGraphs
-from engine.kernels import triton_builds
+from engine.kernels import Kernels, triton_builds
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
@@ -72,7 +72,7 @@ class Runner:
             config.max_model_len,
             getattr(torch, config.dtype),
             self.device,
-            config.fused,
+            Kernels(config.fused, config.linear, config.launch),
         )
         load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
         num_pages = agree(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
-from experiments.repeated import Group, gain, groups, judged, problem
+from experiments.repeated import Group, error_bars, gain, groups, judged, problem
 from harness.cells import DEFAULT
 from harness.engine_costs import of_points
 from harness.figures import FIGURES
@@ -125,8 +125,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     for own in series(frame):
         first = own.iloc[0]
         names = [n for n in ("model", "tp", "compile") if n in own and n != "metric"]
-        below, above = own["gain"] - own["gain_lo"], own["gain_hi"] - own["gain"]
-        bars = [below.fillna(0).clip(lower=0), above.fillna(0).clip(lower=0)]
+        bars = error_bars(own["gain"], own["gain_lo"], own["gain_hi"])
         label = " ".join(f"{name}={first[name]}" for name in names)
         ax.errorbar(own["batch"], own["gain"], yerr=bars, marker="o", capsize=3, label=label)
     ax.axhline(1, color="0.5", linewidth=0.8)

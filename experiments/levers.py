@@ -23,9 +23,12 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa", "flash2", "triton", "flash4"),
     "comm": ("nccl", "symm_mem"),
     "engine.fused": ("none", "layers", "store"),
+    "engine.linear": ("torch", "triton"),
+    "engine.launch": ("plain", "dependent"),
 }
 """Settings and their values, each measured against those before it."""
-TAKEN = {"engine.overlap": True, "attention": "flash2", "comm": "nccl", "engine.fused": "layers"}
+TAKEN = {"engine.overlap": True, "attention": "flash2", "comm": "nccl", "engine.fused": "layers",
+         "engine.linear": "torch", "engine.launch": "plain"}  # fmt: skip
 """What the engine takes on a GPU when it is not told (engine/resolve.py)."""
 JUDGED = (*DEFAULT, "step_host_us", "ttft")
 DECIDES = ("tpot", "ttft")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
-from experiments.repeated import Group, gain, groups, judged, problem
+from experiments.repeated import Group, error_bars, gain, groups, judged, problem
 from harness.config import CHOICES
 from harness.engine_costs import of_points
 from harness.figures import FIGURES
@@ -143,8 +143,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
         if own.empty:
             continue
         ratio = own[f"{peer}_ratio"].astype(float)
-        below, above = ratio - own[f"{peer}_lo"], own[f"{peer}_hi"] - ratio
-        bars = [side.astype(float).fillna(0).clip(lower=0) for side in (below, above)]
+        bars = error_bars(ratio, own[f"{peer}_lo"], own[f"{peer}_hi"])
         ax.errorbar(own.index + 0.1 * place, ratio, yerr=bars, fmt="o", capsize=3, label=peer)
     ax.axhline(1, color="0.5", linewidth=0.8)
     ax.set_yscale("log")

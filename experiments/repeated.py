@@ -81,3 +81,8 @@ def gain(found: Judgement, metric: str) -> dict[str, float | None]:
     if METRICS[metric].better == "lower":
         ratio, lo, hi = (None if v is None else 1 / v for v in (ratio, hi, lo))
     return {"gain": ratio, "gain_lo": lo, "gain_hi": hi}
+
+
+def error_bars(value: pd.Series, lo: pd.Series, hi: pd.Series) -> list[pd.Series]:
+    """Lengths below and above, as matplotlib takes them; 0 where an interval has no end."""
+    return [side.astype(float).fillna(0).clip(lower=0) for side in (value - lo, hi - value)]

@@ -121,7 +121,7 @@ def skip_reason(
     if cfg["backend"] != "native":
         reason = abilities.skip_reason(cfg, machine.gpus, machine.packages, shape)
         return _device(cfg, machine) if reason is None else reason
-    for check in (_device, _graphs, _compile, _comm, _fused, _timing):
+    for check in (_device, _graphs, _compile, _comm, _own_kernels, _timing):
         reason = check(cfg, machine)
         if reason is not None:
             return reason
@@ -184,11 +184,15 @@ def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:
     return _not_in_engine("comm", cfg, machine, COMM)
 
 
-def _fused(cfg: dict[str, Any], machine: Machine) -> str | None:
-    asked = cfg.get("engine", {}).get("fused", "auto")
-    return (
-        None if asked in ("auto", "none") else _no_gpu(f"engine.fused={asked} needs", cfg, machine)
-    )
+def _own_kernels(cfg: dict[str, Any], machine: Machine) -> str | None:
+    """fused, linear, launch: all but the first two choices of each."""
+    for name, anywhere in (("fused", "none"), ("linear", "torch"), ("launch", "plain")):
+        asked = cfg.get("engine", {}).get(name, "auto")
+        if asked not in ("auto", anywhere):
+            reason = _no_gpu(f"engine.{name}={asked} needs", cfg, machine)
+            if reason is not None:
+                return reason
+    return None
 
 
 def _timing(cfg: dict[str, Any], machine: Machine) -> str | None:

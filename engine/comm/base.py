@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from engine.comm import ops
 from engine.comm.types import Collective, CollectiveObserver, Kind, Site, StepInfo
+from engine.kernels import USUAL, Kernels
+from engine.kernels.linear import linear
 
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -62,17 +63,26 @@ class Communicator(ABC):
         return x
 
     def linear_all_reduce(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        site: Site,
+        kernels: Kernels = USUAL,
     ) -> torch.Tensor:
         """x [T, I/world], weight [H, I/world] -> the full [T, H]."""
-        return self.all_reduce(self.partial_linear(x, weight, bias), site)
+        return self.all_reduce(self.partial_linear(x, weight, bias, kernels), site)
 
     def partial_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kernels: Kernels = USUAL,
     ) -> torch.Tensor:
         """x [T, I/world], weight [H, I/world] -> this rank's summand [T, H], to be summed before
         the next is made; the bias is added on rank 0 alone, so that the sum holds it once."""
-        return F.linear(x, weight, bias if self.rank == 0 else None)
+        return linear(x, weight, bias if self.rank == 0 else None, kernels)
 
     def reduce_add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, norm: AddNorm, site: Site

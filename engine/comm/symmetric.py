@@ -10,6 +10,8 @@ from engine.comm.process_group import ProcessGroupCommunicator
 from engine.comm.rendezvous import LOOPBACK
 from engine.comm.symmetric_memory import Shared, SymmetricMemory
 from engine.comm.types import Kind, Site
+from engine.kernels import USUAL, Kernels
+from engine.kernels.linear import linear_out
 
 BUFFER_BYTES = 64 << 20
 """A step of 8,192 tokens (the default budget) at hidden size 4,096 in bf16."""
@@ -70,17 +72,19 @@ class SymmetricCommunicator(ProcessGroupCommunicator):
     # -- summands that are computed where their peers read them -----------------------------------
 
     def partial_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kernels: Kernels = USUAL,
     ) -> torch.Tensor:
         rows, size = x.shape[0], weight.shape[0]
         nbytes = rows * size * x.dtype.itemsize
         if torch.compiler.is_compiling() or path_of(nbytes, x.dtype, self.world) is None:
-            return super().partial_linear(x, weight, bias)
+            return super().partial_linear(x, weight, bias, kernels)
         assert self._shared is not None
         self._staged = self._shared.buffer(rows * size, x.dtype).view(rows, size)
-        if bias is not None and self.rank == 0:
-            return torch.addmm(bias, x, weight.t(), out=self._staged)
-        return torch.mm(x, weight.t(), out=self._staged)
+        return linear_out(x, weight, bias if self.rank == 0 else None, kernels, self._staged)
 
     def all_reduce(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         if torch.compiler.is_compiling() or x is not self._staged:

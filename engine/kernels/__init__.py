@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Which own kernels a model takes on a GPU; the fields as in EngineConfig, without auto."""
+
+    fused: str = "layers"
+    linear: str = "torch"
+    launch: str = "plain"
+
+    @property
+    def layers(self) -> bool:
+        return self.fused != "none"
+
+    @property
+    def dependent(self) -> bool:
+        return self.launch == "dependent"
+
+
+USUAL = Kernels()
+"""What a module has that is not told."""
 
 
 def runs_triton(x: torch.Tensor) -> bool:

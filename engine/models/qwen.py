@@ -15,7 +15,8 @@ from engine.attention import Attention
 from engine.batch import ForwardBatch
 from engine.comm.base import Communicator
 from engine.comm.types import Site
-from engine.kernels import runs_triton
+from engine.kernels import USUAL, Kernels, runs_triton
+from engine.kernels.linear import gated_linear
 from engine.kv_cache import KVCache
 from engine.layers import (
     RMSNorm,
@@ -36,14 +37,14 @@ from engine.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """What every module of one model is built with. `fused`: none, layers or store."""
+    """What every module of one model is built with."""
 
     shape: ModelShape
     comm: Communicator
     attention: str
     dtype: torch.dtype
     device: torch.device | str
-    fused: str
+    kernels: Kernels
 
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(
@@ -51,7 +52,7 @@ class _Build:
             self.shape.rms_norm_eps,
             dtype=self.dtype,
             device=self.device,
-            fused=self.fused != "none",
+            kernels=self.kernels,
         )
 
 
@@ -72,6 +73,7 @@ class Qwen3Attention(nn.Module):
             bias=shape.qkv_bias,
             dtype=build.dtype,
             device=build.device,
+            kernels=build.kernels,
         )
         self.o_proj = RowParallelLinear(
             shape.num_heads * shape.head_dim,
@@ -81,11 +83,12 @@ class Qwen3Attention(nn.Module):
             bias=shape.o_bias,
             dtype=build.dtype,
             device=build.device,
+            kernels=build.kernels,
         )
         self.q_norm = build.norm(shape.head_dim) if shape.qk_norm else None
         self.k_norm = build.norm(shape.head_dim) if shape.qk_norm else None
         self.attention = Attention(shape.head_dim**-0.5, build.attention)
-        self.fused = build.fused
+        self.kernels = build.kernels
 
     def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, H] -> q [T, h, D], k and v [T, k, D], as projected."""
@@ -107,11 +110,12 @@ class Qwen3Attention(nn.Module):
     ) -> torch.Tensor:
         q, k, v = self.qkv(x)
         norms = (self.q_norm, self.k_norm)
-        if self.fused == "store" and runs_triton(q):
-            q = norm_rotate_store(q, k, v, *norms, rotary, k_cache, v_cache, batch.slot_mapping)
+        if self.kernels.fused == "store" and runs_triton(q):
+            caches = (k_cache, v_cache, batch.slot_mapping)
+            q = norm_rotate_store(q, k, v, *norms, rotary, *caches, self.kernels.dependent)
             found = self.attention.over_cache(q, k_cache, v_cache, batch)
         else:
-            q, k = norm_and_rotate(q, k, *norms, rotary, self.fused != "none")
+            q, k = norm_and_rotate(q, k, *norms, rotary, self.kernels)
             found = self.attention(q, k, v, k_cache, v_cache, batch)
         return self.o_proj.partial(found.flatten(1))
 
@@ -129,8 +133,9 @@ class Qwen3MLP(nn.Module):
             bias=False,
             dtype=build.dtype,
             device=build.device,
+            kernels=build.kernels,
         )
-        self.act = SiluAndMul(build.fused != "none")
+        self.act = SiluAndMul(build.kernels)
         self.down_proj = RowParallelLinear(
             shape.intermediate_size,
             shape.hidden_size,
@@ -139,9 +144,13 @@ class Qwen3MLP(nn.Module):
             bias=False,
             dtype=build.dtype,
             device=build.device,
+            kernels=build.kernels,
         )
+        self.kernels = build.kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernels.linear == "triton":
+            return self.down_proj(gated_linear(x, self.gate_up_proj.weight, self.kernels))
         return self.down_proj(self.act(self.gate_up_proj(x)))
 
 
@@ -214,7 +223,7 @@ class Qwen3ForCausalLM(nn.Module):
     Args:
         attention: name of an attention backend, or auto.
         max_model_len: rows of the rotary table; positions of a batch are below it.
-        fused: as in EngineConfig.
+        kernels: the own kernels that it takes on a GPU.
 
     Raises:
         ConfigError: comm.world ranks cannot share this shape, or an unknown attention backend.
@@ -228,11 +237,11 @@ class Qwen3ForCausalLM(nn.Module):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        fused: str = "layers",
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
         shape.check_tp(comm.world)
-        build = _Build(shape, comm, attention, dtype, device, fused)
+        build = _Build(shape, comm, attention, dtype, device, kernels)
         self.model = Qwen3Model(build, max_model_len)
         self.lm_head = ParallelLMHead(
             shape.vocab_size,

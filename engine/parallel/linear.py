@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from engine.comm.base import Communicator
 from engine.comm.types import Site
 from engine.errors import ConfigError
+from engine.kernels import USUAL, Kernels
+from engine.kernels.linear import linear
 from engine.weights import CheckpointTensor, TensorSource, whole
 
 
@@ -41,13 +42,15 @@ class ReplicatedLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.weight = new_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = new_parameter(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.kernels)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
         tensors = {f"{path}.weight": whole(self.weight)}
@@ -87,9 +90,10 @@ class _FusedColumnParallel(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
-        self.in_features = in_features
+        self.in_features, self.kernels = in_features, kernels
         self.pieces = tuple(pieces)
         local = sum(piece.count for piece in pieces)
         self.weight = new_parameter(local, in_features, dtype=dtype, device=device)
@@ -97,7 +101,7 @@ class _FusedColumnParallel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] (whole) -> [T, local rows]; no communication."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.kernels)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
         parent = path.rpartition(".")[0]
@@ -127,10 +131,13 @@ class ColumnParallelLinear(_FusedColumnParallel):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = USUAL,
     ) -> None:
         count = _share("an output size", out_features, comm.world)
         piece = Piece("", out_features, comm.rank * count, count)
-        super().__init__(in_features, [piece], bias=bias, dtype=dtype, device=device)
+        super().__init__(
+            in_features, [piece], bias=bias, dtype=dtype, device=device, kernels=kernels
+        )
 
 
 class MergedColumnParallelLinear(_FusedColumnParallel):
@@ -147,12 +154,15 @@ class MergedColumnParallelLinear(_FusedColumnParallel):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = USUAL,
     ) -> None:
         pieces = []
         for name, total in outs.items():
             count = _share(f"an output size ({name})", total, comm.world)
             pieces.append(Piece(name, total, comm.rank * count, count))
-        super().__init__(in_features, pieces, bias=bias, dtype=dtype, device=device)
+        super().__init__(
+            in_features, pieces, bias=bias, dtype=dtype, device=device, kernels=kernels
+        )
 
 
 class QKVParallelLinear(_FusedColumnParallel):
@@ -177,6 +187,7 @@ class QKVParallelLinear(_FusedColumnParallel):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = USUAL,
     ) -> None:
         rank, world = comm.rank, comm.world
         heads = _share("a number of query heads", num_heads, world)
@@ -191,7 +202,9 @@ class QKVParallelLinear(_FusedColumnParallel):
             Piece(name, num_kv_heads * head_dim, kv_start * head_dim, kv_size)
             for name in ("k_proj", "v_proj")
         )
-        super().__init__(in_features, [q, k, v], bias=bias, dtype=dtype, device=device)
+        super().__init__(
+            in_features, [q, k, v], bias=bias, dtype=dtype, device=device, kernels=kernels
+        )
         self.num_heads, self.num_kv_heads = heads, kv_heads
         self.q_size, self.kv_size = q_size, kv_size
 
@@ -212,9 +225,10 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = USUAL,
     ) -> None:
         super().__init__()
-        self.comm, self.site = comm, site
+        self.comm, self.site, self.kernels = comm, site, kernels
         self.in_features = in_features
         local = _share("an input size", in_features, comm.world)
         self.start = comm.rank * local
@@ -223,11 +237,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / world] -> the summed [T, out] on every rank; one all-reduce."""
-        return self.comm.linear_all_reduce(x, self.weight, self.bias, self.site)
+        return self.comm.linear_all_reduce(x, self.weight, self.bias, self.site, self.kernels)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / world] -> this rank's summand [T, out], for Communicator.reduce_add_norm."""
-        return self.comm.partial_linear(x, self.weight, self.bias)
+        return self.comm.partial_linear(x, self.weight, self.bias, self.kernels)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
         def fill(source: TensorSource) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import layers
+from engine.kernels import Kernels
 from engine.kernels.store_kv import store_kv
 from engine.layers import RMSNorm, RotaryEmbedding, norm_and_rotate
 from engine.models import qwen
@@ -72,7 +73,7 @@ def test_the_plain_formulas_are_what_the_kernels_give() -> None:
         norm.weight.normal_(1.0, 0.3)
     qkv = torch.randn(5, 12, 64).bfloat16()
     rotary = RotaryEmbedding(64, 50, 1e4, "cpu")(torch.arange(40, 45))
-    plain = norm_and_rotate(qkv[:, :8], qkv[:, 8:10], *norms, rotary, fused=False)
+    plain = norm_and_rotate(qkv[:, :8], qkv[:, 8:10], *norms, rotary, Kernels(fused="none"))
     from engine.kernels.rotate_triton import norm_and_rotate_triton
 
     pair = (norms[0].weight, norms[1].weight)
@@ -92,7 +93,7 @@ def test_models_of_every_setting_are_transformers(
     sequences = [[rng.randrange(90) for _ in range(n)] for n in (6, 4)]
     steps = [{0: 3, 1: 3}, {1: 1, 0: 2}, {0: 1}]
     found = {
-        fused: logits_of(path, sequences, steps, padding=2, fused=fused)
+        fused: logits_of(path, sequences, steps, padding=2, kernels=Kernels(fused))
         for fused in ("none", "layers", "store")
     }
     for ids, *of_each in zip(sequences, *found.values(), strict=True):

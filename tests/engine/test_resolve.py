@@ -190,3 +190,27 @@ def test_own_kernels_are_a_gpus(installed: set[str], shape: ModelShape) -> None:
     assert fused("auto", **on_cpu) == "none"
     with pytest.raises(ConfigError, match="fused='store': on device cpu this engine has none"):
         fused("store", **on_cpu)
+
+
+def test_products_and_launches_of_a_gpu(
+    installed: set[str], shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr(resolve_module, "_capability", lambda gpu: capability)
+
+    def found(**options: Any) -> tuple[str, str]:
+        own = resolve(EngineConfig(model="", dtype="bfloat16", **options), shape)
+        return own.linear, own.launch
+
+    assert found() == ("torch", "plain")
+    assert found(linear="triton", launch="dependent") == ("triton", "dependent")
+    capability = (8, 9)
+    assert found(linear="triton") == ("triton", "plain")
+    with pytest.raises(
+        ConfigError, match="launch='dependent': needs compute capability 9.0 .* 8.9"
+    ):
+        found(launch="dependent")
+    on_cpu: dict[str, Any] = {"device": "cpu", "enforce_eager": True}
+    assert found(**on_cpu) == ("torch", "plain")
+    with pytest.raises(ConfigError, match="linear='triton': on device cpu this engine has torch"):
+        found(linear="triton", **on_cpu)

@@ -21,7 +21,8 @@ from tests.support.made_runs import noisy, write_cell
 
 BASE: dict[str, Any] = {
     "device": "cuda", "timing": "stamps", "attention": "flash2", "comm": "nccl",
-    "engine__overlap": True, "engine__fused": "layers",
+    "engine__overlap": True, "engine__fused": "layers", "engine__linear": "torch",
+    "engine__launch": "plain",
 }  # fmt: skip
 PULLED: dict[str, dict[str, Any]] = {
     "base": {},
@@ -30,6 +31,8 @@ PULLED: dict[str, dict[str, Any]] = {
     "symm_mem": {"comm": "symm_mem"},
     "unfused": {"engine__fused": "none"},
     "store": {"engine__fused": "store"},
+    "linear": {"engine__linear": "triton"},
+    "dependent": {"engine__launch": "dependent"},
 }
 
 
@@ -43,11 +46,12 @@ def write_levers(run: Path, speeds: dict[str, float], first: int = 0, **changes:
 
 
 SPEEDS = {"base": 1.0, "no_overlap": 0.8, "triton": 0.9, "symm_mem": 1.0, "unfused": 0.5,
-          "store": 1.1}  # fmt: skip
+          "store": 1.1, "linear": 1.3, "dependent": 1.2}  # fmt: skip
 GAINS = [("engine.overlap", False, True, 1.25), ("attention", "flash2", "triton", 0.9),
          ("comm", "nccl", "symm_mem", 1.0), ("engine.fused", "none", "layers", 2.0),
          ("engine.fused", "layers", "store", 1.1),
-         ("engine.fused", "none", "store", 2.2)]  # fmt: skip
+         ("engine.fused", "none", "store", 2.2), ("engine.linear", "torch", "triton", 1.3),
+         ("engine.launch", "plain", "dependent", 1.2)]  # fmt: skip
 
 
 def test_each_lever_is_set_against_what_differs_in_it_alone(tmp_path: Path) -> None:
@@ -60,7 +64,7 @@ def test_each_lever_is_set_against_what_differs_in_it_alone(tmp_path: Path) -> N
     assert found == pytest.approx({g[:3]: g[3] for g in GAINS}, rel=0.015)
     rates = frame[frame["metric"] == "output_tok_s"]
     assert rates["gain"].to_numpy() == pytest.approx(tpot["gain"].to_numpy(), rel=0.01)
-    assert list(tpot["verdict"]) == ["FASTER", "SLOWER", "SAME", "FASTER", "FASTER", "FASTER"]
+    assert list(tpot["verdict"]) == ["FASTER", "SLOWER", "SAME"] + ["FASTER"] * 5
     values = rates.set_index("lever").loc["engine.overlap", ["value_before", "value_after"]]
     assert values.to_list() == pytest.approx([80, 100], rel=0.01)
 
@@ -116,14 +120,14 @@ def test_the_claim_is_that_nothing_beats_what_is_taken(
 
 
 def test_what_the_engine_takes_is_what_it_resolves_to() -> None:
-    from engine.resolve import ATTENTION, COMM, FUSED
+    from engine.resolve import ATTENTION, COMM, FUSED, LAUNCHES, LINEAR
 
-    first = {"attention": ATTENTION["cuda"][0], "comm": COMM["cuda"][0],
-             "engine.fused": FUSED["cuda"][0]}  # fmt: skip
+    tables = {"attention": ATTENTION, "comm": COMM, "engine.fused": FUSED,
+              "engine.linear": LINEAR, "engine.launch": LAUNCHES}  # fmt: skip
+    first = {name: table["cuda"][0] for name, table in tables.items()}
     assert first | {"engine.overlap": True} == TAKEN
-    assert set(ATTENTION["cuda"]) == set(LEVERS["attention"])
-    assert set(COMM["cuda"]) == set(LEVERS["comm"])
-    assert set(FUSED["cuda"]) == set(LEVERS["engine.fused"])
+    for name, table in tables.items():
+        assert set(table["cuda"]) == set(LEVERS[name])
 
 
 def test_a_pair_that_is_not_whole_says_why(tmp_path: Path) -> None:
@@ -167,6 +171,7 @@ def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.Monke
         assert cfg["enforce_eager"] is False
         pulled[cfg["tp"]].append({n: v for n, v in values.items() if v != TAKEN[n]})
     single = [{"engine.overlap": False}, {"attention": "triton"}, {"engine.fused": "none"},
-              {"engine.fused": "store"}]  # fmt: skip
+              {"engine.fused": "store"}, {"engine.linear": "triton"},
+              {"engine.launch": "dependent"}]  # fmt: skip
     assert pulled[1] == [{}, *single[:2], {}, *single[2:]]
     assert pulled[2] == [{}, *single[:2], {"comm": "symm_mem"}, *single[2:]]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.comm import Communicator, SoloCommunicator
+from engine.kernels import USUAL, Kernels
 from engine.kv_cache import KVCache
 from engine.models import Qwen3ForCausalLM
 from engine.shape import ModelShape
@@ -28,10 +29,10 @@ class LoneRank(SoloCommunicator):
 
 
 def build_model(
-    path: Path, comm: Communicator, dtype: torch.dtype = torch.float32, fused: str = "layers"
+    path: Path, comm: Communicator, dtype: torch.dtype = torch.float32, kernels: Kernels = USUAL
 ) -> tuple[Qwen3ForCausalLM, ModelShape]:
     shape = ModelShape.from_hf(path)
-    model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu", fused)
+    model = Qwen3ForCausalLM(shape, comm, "sdpa", shape.longest, dtype, "cpu", kernels)
     load_weights(model, path)
     return model, shape
 
@@ -60,14 +61,14 @@ def logits_of(
     page_size: int = 4,
     padding: int = 0,
     dtype: torch.dtype = torch.float32,
-    fused: str = "layers",
+    kernels: Kernels = USUAL,
 ) -> list[torch.Tensor]:
     """Logits [length, V] of every position of every sequence, fed step by step, from rank 0."""
     steps = list(steps)
     longest = max(map(len, sequences))
 
     def on_rank(comm: Communicator) -> list[torch.Tensor | None]:
-        model, shape = build_model(path, comm, dtype, fused)
+        model, shape = build_model(path, comm, dtype, kernels)
         num_pages = len(sequences) * -(-longest // page_size)
         cache = KVCache(shape, comm.world, num_pages, page_size, dtype, "cpu")
         for layer in cache.layers:  # what nobody wrote must never be read

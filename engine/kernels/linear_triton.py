@@ -1,0 +1,190 @@
+"""Products of a few rows with a weight, each reading the weight once; reference: linear.py.
+
+A step of few sequences is bound by reading weights. cuBLAS left bandwidth unused there on an H200:
+0.8 TB/s at 1 x 3072 by 1024, 2.0 at 1 x 1024 by 4096, where memory gives 4.2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.dependent_triton import options
+
+MAX_ROWS = 64
+"""Above it arithmetic begins to count, and cuBLAS's larger tiles win."""
+
+
+@triton.jit
+def _prefetch(weight_ptr, column, size, inner, BLOCK_K: tl.constexpr, LINE: tl.constexpr):
+    """Brings the first values of some rows of a weight to L2, while the kernel before still runs;
+    at most 1,024 of each: all that run at once ask for less than L2 holds (50 MB)."""
+    line = tl.arange(0, BLOCK_K // LINE) * LINE
+    for start in range(0, tl.minimum(inner, 1024), BLOCK_K):
+        # a row past the end repeats the last, a column past it the first
+        at = tl.minimum(column, size - 1)[:, None].to(tl.int64) * inner
+        at += tl.where(start + line < inner, start + line, 0)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(weight_ptr + at).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    size,
+    inner,
+    x_stride,
+    out_stride,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program BLOCK_N columns of out [rows, size]: x [rows, inner] by as many of the weight's
+    rows. GATED: the weight is [2 * size, inner], and out silu(first) * second.
+
+    BLOCK_M = 1: of one row, without tensor cores. DEPENDENT: launched while the kernel before
+    runs; all but the weight is read, and anything written, when that has ended.
+    """
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        _prefetch(weight_ptr, column, size, inner, BLOCK_K, LINE)
+        if GATED:
+            _prefetch(weight_ptr + size.to(tl.int64) * inner, column, size, inner, BLOCK_K, LINE)
+        gdc_wait()
+    row = tl.arange(0, BLOCK_M)
+    step = tl.arange(0, BLOCK_K)
+    there = column < size
+    weight_at = weight_ptr + column[:, None].to(tl.int64) * inner + step[None, :]
+    second_at = weight_at + size.to(tl.int64) * inner
+    if BLOCK_M == 1:
+        acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    second = acc
+    for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            weight = tl.load(weight_at + start)
+        else:
+            inside = there[:, None] & (start + step < inner)[None, :]
+            weight = tl.load(weight_at + start, mask=inside, other=0.0)
+        if BLOCK_M == 1:
+            x = tl.load(x_ptr + start + step, mask=start + step < inner, other=0.0)
+            wide = x.to(tl.float32)[None, :]
+            acc += weight.to(tl.float32) * wide
+        else:
+            x_in = (row < rows)[:, None] & (start + step < inner)[None, :]
+            x_at = x_ptr + row[:, None] * x_stride + start + step[None, :]
+            x = tl.load(x_at, mask=x_in, other=0.0)
+            acc = tl.dot(x, weight.T, acc, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                weight = tl.load(second_at + start)
+            else:
+                weight = tl.load(second_at + start, mask=inside, other=0.0)
+            if BLOCK_M == 1:
+                second += weight.to(tl.float32) * wide
+            else:
+                second = tl.dot(x, weight.T, second, input_precision="ieee")
+    if BLOCK_M == 1:
+        acc = tl.sum(acc, axis=1)[None, :]
+        second = tl.sum(second, axis=1)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        # rounded where the reference's results are: gate, up, silu(gate)
+        dtype = out_ptr.dtype.element_ty
+        gate = acc.to(dtype).to(tl.float32)
+        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+        acc = silu * second.to(dtype).to(tl.float32)
+    target = out_ptr + row[:, None] * out_stride + column[None, :]
+    tl.store(target, acc, mask=(row < rows)[:, None] & there[None, :])
+
+
+class Tile(NamedTuple):
+    """What a program takes: block_n rows of the weight, block_k values of each at a time, of which
+    `stages` are under way."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def tile(rows: int, size: int, itemsize: int, gated: bool) -> Tile:
+    """For a product of so many rows and columns: small enough that every multiprocessor reads, and
+    that its stages fit in a Hopper GPU's 227 KB of shared memory."""
+    if rows == 1:
+        return Tile(8 if size >= 8192 else 4, 1024 // itemsize, 4, 3)
+    wide = 64 if size >= 16384 else 32 if size >= 4096 else 16
+    if gated:  # as many rows of each half
+        wide = max(16, wide // 2)
+    return Tile(wide, (512 if wide < 64 else 256) // itemsize, 4, 4)
+
+
+def linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    dependent: bool = False,
+    out: torch.Tensor | None = None,
+    chosen: Tile | None = None,
+) -> torch.Tensor:
+    """x [T, K] with contiguous rows, 1 <= T <= 64, weight [N, K] contiguous -> [T, N]; gated:
+    weight [2N, K], gate then up -> silu(x gate^T) * (x up^T) [T, N].
+
+    Sums are float32 and rounded once. `dependent`: see _linear. `out` [T, N]: where the result
+    goes, rows contiguous.
+    """
+    rows, inner = x.shape
+    size = weight.shape[0] // (2 if gated else 1)
+    assert 1 <= rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
+    assert weight.shape[1] == inner and (bias is None or (bias.is_contiguous() and not gated))
+    if out is None:
+        out = x.new_empty(rows, size)
+    assert out.shape == (rows, size) and out.stride(1) == 1
+    block_n, block_k, warps, stages = chosen or tile(rows, size, x.dtype.itemsize, gated)
+    _linear[(triton.cdiv(size, block_n),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        size,
+        inner,
+        x.stride(0),
+        out.stride(0),
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        DEPENDENT=dependent,
+        EVEN=size % block_n == 0 and inner % block_k == 0,
+        BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        num_warps=warps,
+        **options(dependent),
+    )
+    return out
