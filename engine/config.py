@@ -43,8 +43,9 @@ class EngineConfig:
             auto: layers on a GPU, none on a CPU.
         linear: products with the layers' weights. torch: cuBLAS; triton: those of at most 64 rows
             by an own kernel, with SwiGLU's activation in it; auto: torch.
-        launch: of own kernels on a GPU. dependent: while the kernel before still runs, where they
-            wait for its end (compute capability 9.0 and above); auto: plain.
+        launch: of the kernels that `fused` and `linear` name. dependent: while the kernel before
+            still runs, where they wait for its end (compute capability 9.0 and above; it gains
+            where they follow one another); auto: plain.
         max_model_len: prompt + output of one request at most; None: the model's own limit
             (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.

@@ -22,6 +22,7 @@ from engine.comm.types import Phase, StepInfo
 from engine.config import ResolvedConfig
 from engine.graphs import Capture, DecodeGraphs
 from engine.kernels import Kernels, triton_builds
+from engine.kernels.linear import ROWS_BUILT
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
@@ -283,6 +284,10 @@ class Runner:
             plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
             self._forward(*self._buffers.fill(plan))
         self._execution.warmed_up()
+        if self.config.linear == "triton":  # a kernel for each range of rows
+            for tokens in ROWS_BUILT:
+                plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
+                self._forward(*self._buffers.fill(plan))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter() - begin

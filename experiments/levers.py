@@ -1,4 +1,4 @@
-"""What each lever gains by itself: overlap, attention, all-reduces, fused kernels."""
+"""What each lever gains: overlap, attention, all-reduces, fused kernels, products, launch."""
 
 from __future__ import annotations
 

@@ -2,10 +2,12 @@
 
     python scripts/linear_tiles.py [--rows 1,8,16,32,64] [--groups "0.6b tp1,..."] [--dependent]
 
-A time is that of one call in a CUDA graph of 24, on as many weights as do not fit in L2 together;
-the best mean of seven replays, in us. Prints for each shape and number of rows cuBLAS's time, that
-of the tile that `tile()` takes, and the three fastest, and the bandwidth of the fastest. Builds all
-kernels first, in as many processes as there are cores.
+A time is that of one call in a CUDA graph of at least 24, each on a weight of its own, together
+four times what L2 holds; the best mean of seven replays behind another, in us. (Launched early, a
+product brings weights to L2 during the one before; in a step a shorter kernel stands there.)
+Prints for each shape and number of rows cuBLAS's time, that of the tile that `tile()` takes, and
+the three fastest, and the bandwidth of the fastest. Builds all kernels first, in as many processes
+as there are cores.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LINES = [
     if 512 <= n * k <= 8192
 ]
 TILES = [Tile(n, k, w, s) for n, k, w, s in product((16, 32, 64), (64, 128, 256), (2, 4), (3, 5))]
-CALLS, L2 = 24, 200 << 20
+CALLS, BYTES = 24, 200 << 20
 
 
 Kind = tuple[int, bool, Tile, bool]
@@ -60,7 +62,8 @@ def fits(rows: int, own: Tile, gated: bool) -> bool:
 
 def candidates(rows: int, gated: bool) -> list[Tile]:
     chosen = LINES if rows == 1 else TILES
-    return [own for own in chosen if fits(rows, own, gated)]
+    taken = [tile(rows, n // (2 if gated else 1), 2, gated) for n in (1024, 4096, 8192, 24576)]
+    return [own for own in dict.fromkeys([*chosen, *taken]) if fits(rows, own, gated)]
 
 
 def build(kind: Kind) -> str | None:
@@ -76,23 +79,24 @@ def build(kind: Kind) -> str | None:
     return None
 
 
-def timed(call: Callable[[int], object]) -> float:
-    """us of one of CALLS calls in a graph; call(n) is the n-th."""
+def timed(call: Callable[[int], object], calls: int) -> float:
+    """us of one of so many calls in a graph; call(n) is the n-th."""
     for n in range(2):
         call(n)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for n in range(CALLS):
+        for n in range(calls):
             call(n)
     best = float("inf")
     for _ in range(7):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # so that the device has work while the next is launched
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e3 / CALLS)
+        best = min(best, begin.elapsed_time(end) * 1e3 / calls)
     return best
 
 
@@ -104,19 +108,20 @@ def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) 
 
     def own(chosen: Tile, dependent: bool) -> float:
         how = {"gated": gated, "dependent": dependent, "chosen": chosen}
-        return timed(lambda n: linear_triton(x, weights[n % copies], **how))
+        return timed(lambda n: linear_triton(x, weights[n], **how), copies)
 
     def torchs(n: int) -> object:
-        found = F.linear(x, weights[n % copies])
+        found = F.linear(x, weights[n])
         return silu_and_mul_triton(found) if gated else found
 
     mine = [kind for kind in kinds if kind[:2] == (rounded(rows), gated)]
-    found = sorted((own(one, early), one) for _, _, one, early in mine)
+    found = sorted((own(one, early), one) for _, _, one, early in mine if inner % one.block_k == 0)
     chosen = tile(rows, size // (2 if gated else 1), 2, gated)
     best = "  ".join(f"{us:.1f} {tuple(one)}" for us, one in found[:3])
+    theirs, ours = timed(torchs, copies), own(chosen, mine[0][3])
     return (
-        f"{name} rows {rows}: cuBLAS {timed(torchs):.1f}, taken {own(chosen, mine[0][3]):.1f} "
-        f"{tuple(chosen)}, best {best}, {size * inner * 2 / found[0][0] / 1e6:.2f} TB/s"
+        f"{name} rows {rows}: cuBLAS {theirs:.1f}, taken {ours:.1f} {tuple(chosen)}, best {best}, "
+        f"{size * inner * 2 / found[0][0] / 1e6:.2f} TB/s"
     )
 
 
@@ -139,7 +144,7 @@ def main() -> int:
     kinds = [kind for kind in kinds if kind not in broken]
     for group in options.groups.split(","):
         for place, (size, inner) in enumerate(SHAPES[group]):
-            copies = min(CALLS, max(2, L2 // (size * inner * 2)))
+            copies = max(CALLS, -(-BYTES // (size * inner * 2)))
             weights = torch.randn(copies, size, inner, device="cuda", dtype=torch.bfloat16)
             name = f"{group} {size}x{inner}{' gated' if place == 2 else ''}"
             for rows in all_rows:

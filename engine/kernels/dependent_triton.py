@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def dependency(DEPENDENT: tl.constexpr):
     """First in a kernel: lets the next one be launched, and waits until the one before has ended,
-    its writes visible. That one has waited so too, hence all before it have ended as well."""
+    its writes visible. All before that one have ended too: it has waited so itself or, launched
+    plainly, began after them."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

@@ -11,6 +11,11 @@ import torch.nn.functional as F
 
 from engine.kernels import Kernels
 
+MAX_ROWS = 64
+"""Above it arithmetic begins to count, and cuBLAS's larger tiles win."""
+ROWS_BUILT = (1, 16, 32, MAX_ROWS, MAX_ROWS + 1)
+"""One of each kernel that steps of any size take."""
+
 library = torch.library.Library("rangefinder", "FRAGMENT")
 library.define("linear(Tensor x, Tensor weight, Tensor? bias, bool dependent) -> Tensor")
 library.define("gated_linear(Tensor x, Tensor weight, bool dependent) -> Tensor")
@@ -28,7 +33,7 @@ def linear(
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """x [T, K], weight [2I, K], gate then up -> silu(x gate^T) * (x up^T) [T, I], one kernel where
-    the rows are few."""
+    the rows are few; else a product and the activation's own kernel, whatever `fused` says."""
     found: torch.Tensor = torch.ops.rangefinder.gated_linear(x, weight, kernels.dependent)
     return found
 
@@ -51,8 +56,6 @@ def linear_out(
 
 
 def _few(x: torch.Tensor) -> bool:
-    from engine.kernels.linear_triton import MAX_ROWS
-
     return 0 < x.shape[0] <= MAX_ROWS
 
 

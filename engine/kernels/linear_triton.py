@@ -14,9 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.dependent_triton import options
-
-MAX_ROWS = 64
-"""Above it arithmetic begins to count, and cuBLAS's larger tiles win."""
+from engine.kernels.linear import MAX_ROWS
 
 
 @triton.jit
@@ -137,9 +135,10 @@ def tile(rows: int, size: int, itemsize: int, gated: bool) -> Tile:
     if rows == 1:
         return Tile(8 if size >= 8192 else 4, 1024 // itemsize, 4, 3)
     wide = 64 if size >= 16384 else 32 if size >= 4096 else 16
+    deep = 512 if wide < 64 else 256
     if gated:  # as many rows of each half
         wide = max(16, wide // 2)
-    return Tile(wide, (512 if wide < 64 else 256) // itemsize, 4, 4)
+    return Tile(wide, deep // itemsize, 4, 4)
 
 
 def linear_triton(

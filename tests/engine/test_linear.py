@@ -78,15 +78,13 @@ def test_rows_of_padding_are_whatever_but_change_no_other() -> None:
 
 def test_models_are_transformers(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of few rows and, where 4 is the limit, of many; over pages full of NaN."""
-    from engine.kernels import linear_triton
-
     for module in (layers, qwen):
         monkeypatch.setattr(module, "runs_triton", lambda x: True)
     path, rng = checkpoints(num_layers=2), random.Random(1)
     sequences = [[rng.randrange(90) for _ in range(n)] for n in (6, 4)]
     steps = [{0: 3, 1: 3}, {1: 1, 0: 2}, {0: 1}]
     for limit in (64, 4):
-        monkeypatch.setattr(linear_triton, "MAX_ROWS", limit)
+        monkeypatch.setattr(linears, "MAX_ROWS", limit)
         found = logits_of(path, sequences, steps, padding=2, kernels=Kernels(linear="triton"))
         for ids, logits in zip(sequences, found, strict=True):
             torch.testing.assert_close(logits, reference_logits(path, ids), atol=1e-4, rtol=0)

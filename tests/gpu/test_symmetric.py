@@ -114,10 +114,17 @@ def test_sums_are_nccls_bit_for_bit_also_in_a_thousand_replays() -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize("scope", ["off", "layer", "model"])
-@pytest.mark.parametrize("eager", [True, False])
+OWN = {"linear": "triton", "launch": "dependent"}
+MODES: list[dict[str, Any]] = [
+    {"compile": scope, "enforce_eager": eager}
+    for scope in ("off", "layer", "model")
+    for eager in (True, False)
+] + [{"enforce_eager": False, **OWN}, {"enforce_eager": False, "compile": "model", **OWN}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_greedy_tokens_are_transformers(
-    checkpoints: Checkpoints, scope: str, eager: bool, tmp_path: Any
+    checkpoints: Checkpoints, mode: dict[str, Any], tmp_path: Any
 ) -> None:
     """In float32. Every all-reduce but none other is heard to go through symmetric memory."""
     path = checkpoints(**HEADS)
@@ -130,9 +137,8 @@ def test_greedy_tokens_are_transformers(
         "max_model_len": 64,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
-        "enforce_eager": eager,
-        "compile": scope,
         "cache_dir": str(tmp_path),
+        **mode,
     }
     with LLM(path, tp=2, comm="symm_mem", **options) as llm:
         assert llm.effective["comm"] == "symm_mem"

@@ -42,13 +42,22 @@ def _probe_rank(rank: int, port: int, path: Path, out: Path, options: dict[str, 
     probe.close()
 
 
-@pytest.mark.parametrize(("scope", "eager"), [("off", True), ("off", False), ("model", False)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"enforce_eager": True},
+        {"enforce_eager": False},
+        {"enforce_eager": False, "compile": "model"},
+        {"enforce_eager": False, "linear": "triton", "launch": "dependent", "fused": "store"},
+    ],
+    ids=str,
+)
 def test_logits_are_as_near_float32_as_transformers(
-    qwen3_0_6b: Path, scope: str, eager: bool, tmp_path: Path
+    qwen3_0_6b: Path, given: dict[str, Any], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    options = {"compile": scope, "enforce_eager": eager, "cache_dir": str(tmp_path / "cache")}
+    options = {**given, "cache_dir": str(tmp_path / "cache")}
     context = multiprocessing.get_context("spawn")
     out = tmp_path / "logits.pt"
     rendezvous = Rendezvous()
