@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,24 @@ def default_timer() -> str:
     return "time.perf_counter" if hardware.gpus() else "time.process_time"
 
 
+def share_core(pids: Sequence[int], pair: int) -> None:
+    """Puts all threads of the processes on one core, the pair's number says which: the neighbours
+    of two cores may differ, on a virtual machine by a factor of 1.8. Not where the system has no
+    such call (macOS)."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    for pid in pids:
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), {cores[pair % len(cores)]})
+
+
 def measure(
-    trees: Sequence[Path], timer: str, arguments: Sequence[Sequence[str]]
+    trees: Sequence[Path], timer: str, arguments: Sequence[Sequence[str]], pair: int = 0
 ) -> list[dict[str, Any] | GateError]:
     """Runs benchmarks of one or two trees, each in a fresh process with its pytest arguments, two
-    by turns; -> pytest-benchmark's report of each, or why there is none."""
+    by turns on one core; -> pytest-benchmark's report of each, or why there is none."""
     # One thread: a second one would wait for a core that other work has.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
@@ -76,7 +90,7 @@ def measure(
                 there.close()
             running.append((process, report, said))
         if ends:
-            take_turns(ends)
+            take_turns(ends, partial(share_core, [process.pid for process, _, _ in running], pair))
         found: list[dict[str, Any] | GateError] = []
         for (process, report, said), tree in zip(running, trees, strict=True):
             if process.wait() == 0:
@@ -114,6 +128,7 @@ class Gate:
     base: Side = field(default_factory=Side)
     head: Side = field(default_factory=Side)
     obstacle: str = ""
+    _pairs: int = 0
 
     def run(self, processes: int) -> None:
         """As many processes a side, then as many again of what is not settled.
@@ -140,7 +155,9 @@ class Gate:
         if self.base_tree is None:
             found = measure([self.tree], self.timer, [own])
         else:
-            found = measure([self.base_tree, self.tree], self.timer, [arguments, own])
+            both = [self.base_tree, self.tree]
+            found = measure(both, self.timer, [arguments, own], self._pairs)
+            self._pairs += 1
         *before, head = found
         if isinstance(head, GateError):
             raise head

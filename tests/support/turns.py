@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Turns:
@@ -27,9 +27,12 @@ class Turns:
         self._socket.close()
 
 
-def take_turns(ends: Sequence[socket.socket]) -> None:
+def take_turns(ends: Sequence[socket.socket], ready: Callable[[], None] = lambda: None) -> None:
     """Lets two processes run one round at a time: A B, B A, A B, .., so that a machine that drifts
-    does so for both alike. Whoever is not in a round waits. Returns when both have ended."""
+    does so for both alike. Whoever is not in a round waits. Returns when both have ended.
+
+    `ready` is called once, before the first round, when both are set up for it.
+    """
     files = [end.makefile("rb") for end in ends]
     waiting: dict[int, bytes] = {}
     seen: tuple[set[bytes], set[bytes]] = (set(), set())
@@ -47,6 +50,7 @@ def take_turns(ends: Sequence[socket.socket]) -> None:
 
     listen(0)
     listen(1)
+    ready()
     for turn in itertools.count():
         if len(waiting) < 2:
             break
