@@ -107,8 +107,10 @@ def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) 
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
 
     def own(chosen: Tile, dependent: bool) -> float:
-        how = {"gated": gated, "dependent": dependent, "chosen": chosen}
-        return timed(lambda n: linear_triton(x, weights[n], **how), copies)
+        def one(n: int) -> object:
+            return linear_triton(x, weights[n], gated=gated, dependent=dependent, chosen=chosen)
+
+        return timed(one, copies)
 
     def torchs(n: int) -> object:
         found = F.linear(x, weights[n])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +25,7 @@ Gate = Callable[..., tuple[int, str]]
 
 
 def by_hand(
-    trees: Sequence[Path], timer: str, arguments: Sequence[Sequence[str]]
+    trees: Sequence[Path], timer: str, arguments: Sequence[Sequence[str]], pair: int = 0
 ) -> list[dict[str, Any] | GateError]:
     """Instead of `measure`: what a tree's measured.json says, {benchmark: ms} or an error, with a
     little of each process's own."""
@@ -249,3 +251,28 @@ def test_a_planted_slow_down_lasts_as_long_as_it_says(repo: Path) -> None:
     assert planted(["test_other=1.5"], "test_step[1]") == 1
     with pytest.raises(pytest.UsageError, match=r"test_step=0.5: give .* a factor of at least 1"):
         planted(["test_step=0.5"], "test_step")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
+def test_a_pair_shares_a_core_and_pairs_take_cores_by_turns(script: ModuleType) -> None:
+    """All threads of both; one that has ended is no error."""
+    code = "import threading; threading.Thread(target=input).start(); print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        both = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        for process in both:
+            assert process.stdout is not None
+            process.stdout.readline()
+        pids = [process.pid for process in both]
+        for pair in range(len(cores) + 1):
+            script.share_core(pids, pair)
+            threads = [int(t) for pid in pids for t in os.listdir(f"/proc/{pid}/task")]
+            assert len(threads) == 4
+            found = {tuple(os.sched_getaffinity(thread)) for thread in threads}
+            assert found == {(cores[pair % len(cores)],)}
+        for process in both:
+            process.kill()
+    script.share_core(pids, 0)
+    assert sorted(os.sched_getaffinity(0)) == cores

@@ -42,7 +42,8 @@ def test_rounds_alternate(base: Sequence[str], head: Sequence[str], order: str) 
         threads.append(threading.Thread(target=process, args=(side, there.detach(), names)))
     for thread in threads:
         thread.start()
-    take_turns(ends)
+    before: list[list[str]] = []
+    take_turns(ends, lambda: before.append(list(done)))
     for thread in threads:
         thread.join(timeout=30)
-    assert " ".join(done) == order
+    assert " ".join(done) == order and before == [[]]
