@@ -143,10 +143,24 @@ class Session:
                 return Outcome("ok", engine_alive=True)
 
     def _timed_out(self, reason: str) -> Outcome:
+        size = self._log_size()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)  # its threads' stacks go to the log
-            time.sleep(0.5)
+            self._await_log(size)
         return Outcome("timeout", reason, self._tail())
+
+    def _await_log(self, size: int) -> None:
+        """Returns when the log has outgrown `size` and stopped growing, or the child has ended; on
+        a busy machine that takes seconds. 10 at most: it may hang where no signal is heard."""
+        seen, deadline = size, time.monotonic() + 10
+        while time.monotonic() < deadline and not wait([self._process.sentinel], 0.2):
+            now = self._log_size()
+            if now == seen > size:
+                return
+            seen = now
+
+    def _log_size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def _ended(self) -> Outcome:
         """The child is gone without a word: by a signal, or by an exit of a library."""

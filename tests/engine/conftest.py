@@ -6,7 +6,7 @@ import pytest
 
 from engine import LLM
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import small_engine
+from tests.support.engines import Unhurried, small_engine
 from tests.support.tokenizers import text_checkpoint
 
 
@@ -24,3 +24,11 @@ def speaking(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterat
         text_checkpoint(checkpoints), tp=request.param, max_num_seqs=4, num_pages=104
     ) as llm:
         yield llm
+
+
+@pytest.fixture
+def unhurried(speaking: LLM) -> Iterator[LLM]:
+    """The same engine, whose steps last 10 ms at least."""
+    speaking.attach([Unhurried])
+    yield speaking
+    speaking.detach()

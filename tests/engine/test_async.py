@@ -14,7 +14,7 @@ import pytest
 from engine import AsyncLLM, ConfigError, EngineDeadError, FinishReason, SamplingParams
 from engine.comm import CollectiveObserver, ObserverContext, StepInfo
 from tests.support.checkpoints import Checkpoints
-from tests.support.engines import SMALL, assert_idle
+from tests.support.engines import SMALL, Unhurried, assert_idle
 from tests.support.pids import TellsItsProcess
 from tests.support.tokenizers import text_checkpoint
 
@@ -34,6 +34,13 @@ def llm(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[As
     llm = started(checkpoints, request.param)
     yield llm
     asyncio.run(llm.close())
+
+
+@pytest.fixture
+def unhurried(llm: AsyncLLM) -> Iterator[AsyncLLM]:
+    llm.llm.attach([Unhurried])
+    yield llm
+    llm.llm.detach()
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -116,7 +123,9 @@ def test_a_cancelled_task_aborts_its_request(llm: AsyncLLM) -> None:
     assert_idle(llm.llm)
 
 
-def test_leaving_a_stream_aborts_its_request(llm: AsyncLLM) -> None:
+def test_leaving_a_stream_aborts_its_request(unhurried: AsyncLLM) -> None:
+    llm = unhurried
+
     async def main() -> None:
         async for update in llm.stream("the cat", ENDLESS, request_id="x"):
             if update.token_ids:
@@ -130,7 +139,9 @@ def test_leaving_a_stream_aborts_its_request(llm: AsyncLLM) -> None:
     assert_idle(llm.llm)
 
 
-def test_abort_ends_what_others_await(llm: AsyncLLM) -> None:
+def test_abort_ends_what_others_await(unhurried: AsyncLLM) -> None:
+    llm = unhurried
+
     async def main() -> None:
         task = asyncio.create_task(llm.generate("the cat", ENDLESS, request_id="x"))
         stream = await first_token(llm, request_id="y")
@@ -171,7 +182,7 @@ def test_the_loop_runs_on_while_the_engine_works(llm: AsyncLLM) -> None:
 
         task = asyncio.create_task(spin())
         seen = []
-        async for _ in llm.stream([1], SEEDED):
+        async for _ in llm.stream([1], ENDLESS):
             seen.append(turns)
         task.cancel()
         assert len(set(seen)) > 10
@@ -197,6 +208,7 @@ def test_arguments_are_checked_at_once_and_nothing_runs_before_start() -> None:
 def test_close_reaches_every_waiter(checkpoints: Checkpoints) -> None:
     async def main() -> None:
         async with AsyncLLM(text_checkpoint(checkpoints), **SMALL) as llm:
+            llm.llm.attach([Unhurried])
             stream = await first_token(llm)
             task = asyncio.create_task(llm.generate([1], ENDLESS))
             await asyncio.sleep(0)
@@ -215,6 +227,7 @@ def test_a_rank_that_dies_reaches_every_waiter(checkpoints: Checkpoints) -> None
     llm = started(checkpoints, tp=2)
     llm.llm.attach([TellsItsProcess])
     pids = [observers[0] for observers in llm.llm.detach()]
+    llm.llm.attach([Unhurried])
 
     async def main() -> None:
         stream = await first_token(llm)

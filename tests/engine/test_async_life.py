@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 from typing import Any
 
@@ -51,9 +52,19 @@ def test_tasks_that_start_at_once_load_one_engine(
 
 
 def test_a_start_that_was_cancelled_may_be_repeated_or_closed(
-    checkpoints: Checkpoints, loaded: list[LLM]
+    checkpoints: Checkpoints, loaded: list[LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    may_load, noted = threading.Event(), engine.async_llm.LLM
+
+    class Held(noted):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            assert may_load.wait(60)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(engine.async_llm, "LLM", Held)
+
     async def cancelled() -> AsyncLLM:
+        may_load.clear()
         llm = AsyncLLM(text_checkpoint(checkpoints), **SMALL)
         task = asyncio.create_task(llm.start())
         while not llm._loading.locked():
@@ -61,6 +72,7 @@ def test_a_start_that_was_cancelled_may_be_repeated_or_closed(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        may_load.set()
         return llm
 
     async def main() -> None:

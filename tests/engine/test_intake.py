@@ -72,24 +72,24 @@ def test_a_text_is_no_list_of_ids(speaking: LLM) -> None:
         speaking.stream([1], SHORT, request_ids="x")
 
 
-def test_requests_without_an_id_have_names_that_nobody_can_give(speaking: LLM) -> None:
+def test_requests_without_an_id_have_names_that_nobody_can_give(unhurried: LLM) -> None:
     """The ordinals of the next nameless requests are somebody's ids."""
-    (name,) = speaking.stream([1], SHORT).request_ids
+    (name,) = unhurried.stream([1], SHORT).request_ids
     assert name.startswith("#")
     numbers = [str(int(name[1:]) + n) for n in (4, 5, 6)]  # 1, 2 and 3 are these requests' own
-    with speaking.stream([[1]] * 3, LONG, request_ids=numbers) as theirs:
+    with unhurried.stream([[1]] * 3, LONG, request_ids=numbers) as theirs:
         next(theirs)
-        outputs = speaking.generate([[1], [2]], SHORT)
+        outputs = unhurried.generate([[1], [2]], SHORT)
         assert [o.error for o in outputs] == [None, None]
-        with speaking.stream([3], MIDDLE) as mine:
+        with unhurried.stream([3], MIDDLE) as mine:
             names = [o.request_id for o in outputs] + list(mine.request_ids)
             assert names == [f"#{number}" for number in numbers]
             for number in numbers:
-                speaking.abort(number)  # theirs, and not mine
+                unhurried.abort(number)  # theirs, and not mine
             last = [update.output for update in mine][-1]
         assert last is not None and len(last.token_ids) == 30
         ends = [update.output for update in theirs if update.output is not None]
         assert [o.finish_reason for o in ends] == [FinishReason.ABORT] * 3
-    taken, free = speaking.generate([[1], [2]], SHORT, request_ids=["#7", "#x"])
+    taken, free = unhurried.generate([[1], [2]], SHORT, request_ids=["#7", "#x"])
     assert "request_id='#7' is what the engine calls requests without an id" in str(taken.error)
     assert free.error is None

@@ -38,7 +38,7 @@ def told(
     """What the target's process of rank 0 says, whichever of the two nodes that is on."""
     file = tmp_path_factory.mktemp("nodes") / "told"
     with two_nodes("tests.support.torchrun_target", str(checkpoints()), str(file)) as nodes:
-        wait_until(lambda: _done(file) or all(node.poll() is not None for node in nodes), 150)
+        wait_until(lambda: _done(file) or all(node.poll() is not None for node in nodes), 240)
         lines = file.read_text().splitlines() if file.exists() else []
         yield {found.pop("what"): found for found in map(json.loads, lines)}
 
@@ -78,7 +78,7 @@ def test_a_killed_rank_of_another_node_ends_its_engine_and_the_next_one_has_a_ne
     found = told["rank killed"]
     assert (found["rank"], found["exitcode"], found["lost"]) == (1, -9, False)
     assert found["error"] == "rank 1 ended with exit code -9; the engine is closed"
-    assert found["took_s"] < 10
+    assert found["took_s"] < 60
     assert told["measured again"]["ranks"][1]["agent"] == found["ranks"][1]["agent"]
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_is_lost_surfaces_and_nothing_is_left_running(
         "rank 1 is lost: its node or the process that torchrun started there is gone; the engine "
         "is closed"
     )
-    assert found["took_s"] < 10
+    assert found["took_s"] < 60
     engines = [one["ranks"] for one in told.values() if "ranks" in one]
     pids = [rank["pid"] for ranks in engines for rank in ranks]
     assert len(set(pids)) == 8

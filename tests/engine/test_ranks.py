@@ -126,8 +126,8 @@ def test_a_bad_request_fails_alone(two_ranks: LLM) -> None:
 
 def test_an_interrupted_call_leaves_the_engine_usable(two_ranks: LLM) -> None:
     long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
         for _ in range(1000):
             two_ranks.generate(prompts()[:2], long)
     assert_greedy(two_ranks)
@@ -233,8 +233,8 @@ def test_an_interrupt_while_starting_leaves_no_rank(
 ) -> None:
     path = checkpoints()
     before = {child.pid for child in multiprocessing.active_children()}
-    threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,)).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,)).start()
         engine(path).close()
         time.sleep(10)  # the engine was faster than the interrupt
     assert {child.pid for child in multiprocessing.active_children()} <= before

@@ -145,7 +145,12 @@ print(json.dumps([before, values()]))
 
 
 def test_own_work_is_told_from_that_of_others() -> None:
-    """What a session burns is in both readings: the difference is not charged to others."""
+    """What a session burns is in both readings: the difference is not charged to others. In one of
+    five runs at least: while a virtual machine stands still, its ticks do and CPU time does not."""
+    assert any(burnt_in_both_readings() for _ in range(5))
+
+
+def burnt_in_both_readings() -> bool:
     done = subprocess.run(
         [sys.executable, "-c", BURN], capture_output=True, text=True, timeout=60, check=True,
         start_new_session=True, cwd=Path(__file__).resolve().parents[2],
@@ -155,4 +160,4 @@ def test_own_work_is_told_from_that_of_others() -> None:
         pytest.skip("this system does not count the CPU time of its cores")
     own = after["cpu_own_s"] - before["cpu_own_s"]
     assert 0.27 <= own < 5
-    assert after["cpu_busy_s"] - before["cpu_busy_s"] >= own - 0.1
+    return bool(after["cpu_busy_s"] - before["cpu_busy_s"] >= own - 0.1)

@@ -83,7 +83,7 @@ class Killer:
             time.sleep(self.draw.uniform(0.2, 1.0) * self.whole_s)
             process.kill()
             process.communicate()
-        assert wait_until(lambda: not self.cli.left(), 10), self.cli.left()
+        assert wait_until(lambda: not self.cli.left(), 60), self.cli.left()
 
     def kill_engine(self, at: int) -> tuple[int, dict[str, Any], str]:
         """SIGKILL to the process that holds the engine, once point `at` has begun."""
@@ -171,4 +171,4 @@ def test_ranks_end_though_command_and_engine_are_killed_at_once(tmp_path: Path) 
         process.kill()
         os.kill(engine, signal.SIGKILL)
         process.communicate()
-    assert wait_until(lambda: not cli.left(), 10), cli.left()
+    assert wait_until(lambda: not cli.left(), 60), cli.left()

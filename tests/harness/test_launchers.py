@@ -52,7 +52,7 @@ def test_submitit_jobs_take_turns_and_a_killed_one_is_continued(cli: Cli) -> Non
     assert (last["jobs"], last["points"], last["ok"], last["error"]) == (2, 8, 6, 2)
     assert f"fan-out {folder}: 2 of 2 jobs by submitit_local" in err
     assert cli.measured() == [0, 1, 2, 0, 1, 2, 3]
-    assert wait_until(lambda: not cli.living(), 10)
+    assert wait_until(lambda: not cli.living(), 60)
 
     status, again, err = cli.run()
     assert (status, again["run"], again["ok"], again["pending"]) == (0, str(folder), 8, 0)
@@ -72,4 +72,4 @@ def test_a_local_ray_runs_the_jobs_and_a_failing_point_fails_the_command(cli: Cl
     assert sorted(cli.measured()) == [0, 0, 1, 1, 2, 2, 3, 3]
     starts = [line.split()[:2] for line in recorded("starts", cli.folder)]
     assert sorted(starts) == [["1", "off"], ["2", "off"]]
-    assert wait_until(lambda: not cli.living(), 10)
+    assert wait_until(lambda: not cli.living(), 60)

@@ -111,11 +111,11 @@ def test_an_nsys_that_hangs_is_killed_with_all_below_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hanging = ["/bin/sh", "-c", f"sleep 600 & echo $$ $! > {pids}; wait"]
     with pytest.raises(
-        NsysError, match=r"nsys had not ended after 1 s \(measure.startup_timeout_s"
+        NsysError, match=r"nsys had not ended after 5 s \(measure.startup_timeout_s"
     ):
-        _wait(hanging, 1)
+        _wait(hanging, 5)
     both = [int(pid) for pid in pids.read_text().split()]
-    assert len(both) == 2 and wait_until(lambda: not any(map(alive, both)), 10)
+    assert len(both) == 2 and wait_until(lambda: not any(map(alive, both)), 60)
 
 
 def test_an_interrupt_reaches_the_command_once_and_is_waited_for(tmp_path: Path) -> None:

@@ -238,10 +238,21 @@ def test_a_point_has_the_columns_and_the_rows(
     from tests.support.fake_backend import make_cfg, make_point
     from tests.support.fake_gpu_backend import FakeGpuBackend
 
-    install(monkeypatch, reading(bits=0x4, pids=[os.getpid(), foreign_pid]), reading(sm=1400))
+    both = (reading(bits=0x4, pids=[os.getpid(), foreign_pid]), reading(sm=1400))
+    nvml = install(monkeypatch, *both)
+
+    class Sampled(FakeGpuBackend):
+        """Each pass lasts until it was sampled."""
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            seen = nvml.reads
+            while nvml.reads == seen:
+                time.sleep(0.001)
+            return super().generate(*args, **kwargs)
+
     cfg = make_cfg(tp=1, timing="stamps", device="cuda", results_dir=str(tmp_path / "runs"))
     run = tmp_path / "runs" / "run"
-    measure_point(FakeGpuBackend(cfg, "eager"), make_point(cfg), run / "points" / "p")
+    measure_point(Sampled(cfg, "eager"), make_point(cfg), run / "points" / "p")
     results = load(run)
     point = results.points.iloc[0]
     assert (point["sm_clock_mhz"], point["throttled"], point["gpu_others"]) == (1980.0, 1.0, 1)

@@ -112,7 +112,7 @@ def test_a_host_is_delayed_by_what_it_says() -> None:
         delay.close_step()
     first, second = delay.measured()
     assert first[1] == second[1] == 2
-    assert 0 <= first[0] < 2000 and second[0] >= 4000
+    assert first[0] >= 0 and second[0] >= 4000
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_and_then_is_not(tmp_path: Path, disk: Path) -> None
     status, again, _ = cli.run()
     assert (status, again["run"], again["ok"]) == (0, last["run"], 8)
     assert sorted(first + cli.measured()[len(first) :]) == sorted([*range(8), first[-1]])
-    assert wait_until(lambda: not cli.left(), 10)
+    assert wait_until(lambda: not cli.left(), 60)
 
 
 def test_a_disk_that_cannot_be_written(tmp_path: Path, disk: Path) -> None:

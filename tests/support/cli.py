@@ -49,7 +49,7 @@ class Cli:
     def run(self, *further: str) -> tuple[int, dict[str, Any], str]:
         """-> exit status, the last line of stdout as JSON, stderr."""
         with self.start(*further) as process:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=280)
         return process.returncode, json.loads(out.splitlines()[-1]), err
 
     def measured(self) -> list[int]:

@@ -111,9 +111,9 @@ def measure(
     progress: Callable[[str], None],
     process: int = 0,
 ) -> FakeOutcome:
+    what = behaviour(f"p{point.index}")  # first: who sees the record may tell the next engine
     record("measured", f"{point.index} {process} {os.getpid()}")
     progress("warmup 1")
-    what = behaviour(f"p{point.index}")
     (out_dir / "half-written").write_text("x")
     act(what)
     (out_dir / "half-written").unlink()

@@ -14,12 +14,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def _port() -> int:
+    """One below those that systems hand out, which nobody takes until torchrun does."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port from 20000 to 32000 is free")
+
+
 @contextmanager
 def two_nodes(module: str, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Their torchruns, each in a process group of its own, which end with the context: where a
     process was killed, the other node's torchrun waits for the node for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = _port()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test",
