@@ -280,14 +280,11 @@ class Runner:
         """Runs each kind of forward once, on the dummy page; returns seconds."""
         begin = time.perf_counter()
         assert self.config.num_pages is not None
-        for tokens in self._execution.warmup_sizes:
+        own = ROWS_BUILT if self.config.linear == "triton" else ()
+        for tokens in (*self._execution.warmup_sizes, *own):
             plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
             self._forward(*self._buffers.fill(plan))
         self._execution.warmed_up()
-        if self.config.linear == "triton":  # a kernel for each range of rows
-            for tokens in ROWS_BUILT:
-                plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
-                self._forward(*self._buffers.fill(plan))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter() - begin

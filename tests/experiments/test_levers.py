@@ -173,5 +173,7 @@ def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.Monke
     single = [{"engine.overlap": False}, {"attention": "triton"}, {"engine.fused": "none"},
               {"engine.fused": "store"}, {"engine.linear": "triton"},
               {"engine.launch": "dependent"}]  # fmt: skip
+    both = {**single[-2], **single[-1]}
+    single += [both, {**both, "engine.fused": "store"}]
     assert pulled[1] == [{}, *single[:2], {}, *single[2:]]
     assert pulled[2] == [{}, *single[:2], {"comm": "symm_mem"}, *single[2:]]
