@@ -44,13 +44,10 @@ def default_timer() -> str:
 
 
 def share_core(pids: Sequence[int], pair: int) -> None:
-    """Puts all threads of the processes on one core, the pair's number says which: the neighbours
-    of two cores may differ, on a virtual machine by a factor of 1.8. Not where the system has no
-    such call (macOS)."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    for pid in pids:
+    """Puts all threads of the processes on one core, which the pair's number chooses: those of two
+    cores may have unlike neighbours (docs/benchmarks.md). Nothing where there is no such call."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    for pid in pids if cores else ():
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             for thread in os.listdir(f"/proc/{pid}/task"):
                 os.sched_setaffinity(int(thread), {cores[pair % len(cores)]})
