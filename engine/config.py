@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPILE_MODES = ("off", "layer", "model")
-ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash4", "triton")
+ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash2_triton", "flash4", "triton")
 COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 LOAD_FORMATS = ("auto", "dummy")
 FUSED = ("auto", "none", "layers", "store")
@@ -40,9 +40,10 @@ class EngineConfig:
         fused: own kernels of steps on a GPU that torch does not compile. none: torch's operators;
             layers: norm, residual add + norm, norm + rotation of Q and K, and SwiGLU's activation
             are one kernel each; store: and the one that rotates K writes K and V to the cache;
-            auto: layers on a GPU, none on a CPU.
-        linear: products with the layers' weights. torch: cuBLAS; triton: those of at most 64 rows
-            by an own kernel, with SwiGLU's activation in it; auto: torch.
+            auto: store on a GPU, none on a CPU.
+        linear: products with the layers' weights. torch: cuBLAS; triton: those of few rows by an
+            own kernel where that is faster (kernels/linear.py), with SwiGLU's activation in it;
+            auto: triton on a GPU, torch on a CPU.
         launch: of the kernels that `fused` and `linear` name. dependent: while the kernel before
             still runs, where they wait for its end (compute capability 9.0 and above; it gains
             where they follow one another); auto: plain.
@@ -50,8 +51,8 @@ class EngineConfig:
             (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.
         max_num_batched_tokens: query tokens of one step at most (the chunked-prefill budget).
-        page_size: tokens of one K/V page; None: what the attention backend likes (flash2: 256,
-            flash4: 256, triton: 64, sdpa: 16).
+        page_size: tokens of one K/V page; None: what the attention backend likes (flash2
+            and the other two by flash-attn: 256, triton: 64, sdpa: 16).
         num_pages: pages of the cache; None: from free memory (`memory_utilization` of the GPU's
             memory; on a CPU what max_num_seqs requests of max_model_len need, at most
             `cpu_kv_bytes`).

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.attention import flash, flash4, triton_paged
+from engine.attention import flash, flash4, flash_triton, triton_paged
 from engine.comm.rendezvous import LaunchedBy
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
@@ -22,10 +22,12 @@ from engine.shape import ModelShape
 logger = logging.getLogger(__name__)
 
 # What this version can run, by device type; the others of config.py are refused by name. auto takes
-# the first that can run; flash4 comes last because it has not been measured inside a step.
-ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2", "triton", "sdpa", "flash4")}
+# the first that can run: by measurement (attention/flash_triton.py); flash4 comes last because it
+# has not been measured inside a step.
+ATTENTION = {"cpu": ("sdpa",), "cuda": ("flash2_triton", "flash2", "triton", "sdpa", "flash4")}
 PAGE_SIZES = {
     "flash2": flash.PAGE_MULTIPLE,
+    "flash2_triton": flash_triton.PAGE_MULTIPLE,
     "flash4": flash4.PAGE_MULTIPLE,
     "triton": triton_paged.PAGE_SIZE,
     "sdpa": 16,
@@ -34,9 +36,9 @@ PAGE_SIZES = {
 # all-reduce of 64 KiB inside a step took as long by NCCL as one-shot with a copy back (11 us; alone
 # 12 and 7), and the form without copies has not been measured inside a step.
 COMM = {"cpu": ("gloo",), "cuda": ("nccl", "symm_mem")}
-FUSED = {"cpu": ("none",), "cuda": ("layers", "store", "none")}
-# auto stays with the first: the second has not been measured.
-LINEAR = {"cpu": ("torch",), "cuda": ("torch", "triton")}
+FUSED = {"cpu": ("none",), "cuda": ("store", "layers", "none")}
+LINEAR = {"cpu": ("torch",), "cuda": ("triton", "torch")}
+# auto stays with the first: on an H200 steps with early launches took 1 to 20 % longer.
 LAUNCHES = {"cpu": ("plain",), "cuda": ("plain", "dependent")}
 
 
@@ -136,6 +138,9 @@ def _attention(
     page_size, head_dim = config.page_size, shape.head_dim
     obstacles: dict[str, Callable[[], str | None]] = {
         "flash2": lambda: flash2_obstacle(page_size, head_dim, dtype),
+        "flash2_triton": lambda: (
+            flash2_obstacle(page_size, head_dim, dtype) or triton_obstacle(head_dim)
+        ),
         "triton": lambda: triton_obstacle(head_dim),
         "sdpa": lambda: None,
         "flash4": lambda: flash4_obstacle(page_size, head_dim, dtype, _capability(first_gpu)),

@@ -9,7 +9,7 @@ from typing import Any
 CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("native", "transformers", "nanovllm", "vllm"),
     "compile": ("off", "layer", "model"),
-    "attention": ("auto", "flash2", "flash4", "triton", "sdpa"),
+    "attention": ("auto", "flash2", "flash2_triton", "flash4", "triton", "sdpa"),
     "comm": ("auto", "nccl", "gloo", "symm_mem"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "device": ("auto", "cpu", "cuda"),

@@ -165,9 +165,12 @@ def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) 
     from engine.resolve import ATTENTION
 
     reason = _not_in_engine("attention", cfg, machine, ATTENTION)
-    if reason is None and cfg["attention"] == "triton" and "triton" not in machine.packages:
-        return "attention=triton needs the package triton; not installed"
-    asked = {"flash2": machine.flash2, "flash4": machine.flash4}.get(cfg["attention"])
+    own = cfg["attention"] in ("triton", "flash2_triton")
+    if reason is None and own and "triton" not in machine.packages:
+        return f"attention={cfg['attention']} needs the package triton; not installed"
+    flash2, flash4 = machine.flash2, machine.flash4
+    by_name = {"flash2": flash2, "flash2_triton": flash2, "flash4": flash4}
+    asked = by_name.get(cfg["attention"])
     if reason is not None or asked is None:
         return reason
     dtype = cfg.get("dtype", "auto")

@@ -62,7 +62,8 @@ def fits(rows: int, own: Tile, gated: bool) -> bool:
 
 def candidates(rows: int, gated: bool) -> list[Tile]:
     chosen = LINES if rows == 1 else TILES
-    taken = [tile(rows, n // (2 if gated else 1), 2, gated) for n in (1024, 4096, 8192, 24576)]
+    shapes = [shape for group in SHAPES.values() for shape in group]
+    taken = [tile(rows, n // (2 if gated else 1), inner, 2, gated) for n, inner in shapes]
     return [own for own in dict.fromkeys([*chosen, *taken]) if fits(rows, own, gated)]
 
 
@@ -118,7 +119,7 @@ def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) 
 
     mine = [kind for kind in kinds if kind[:2] == (rounded(rows), gated)]
     found = sorted((own(one, early), one) for _, _, one, early in mine if inner % one.block_k == 0)
-    chosen = tile(rows, size // (2 if gated else 1), 2, gated)
+    chosen = tile(rows, size // (2 if gated else 1), inner, 2, gated)
     best = "  ".join(f"{us:.1f} {tuple(one)}" for us, one in found[:3])
     theirs, ours = timed(torchs, copies), own(chosen, mine[0][3])
     return (

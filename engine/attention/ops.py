@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engine.attention import flash, flash4, sdpa, triton_paged
+from engine.attention import flash, flash4, flash_triton, sdpa, triton_paged
 from engine.batch import ForwardBatch
 from engine.comm import ops as _comm_ops  # defines the namespace that is extended here
 from engine.kernels.store_kv import store_kv
@@ -23,6 +23,7 @@ from engine.kernels.store_kv import store_kv
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": sdpa.attend,
     "flash2": flash.attend,
+    "flash2_triton": flash_triton.attend,
     "flash4": flash4.attend,
     "triton": triton_paged.attend,
 }

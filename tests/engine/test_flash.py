@@ -1,4 +1,4 @@
-"""What flash2 and flash4 give flash-attn, by stand-ins that compute it in float64 and check it."""
+"""What the flash backends give flash-attn, by stand-ins that compute it in float64 and check it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from engine.attention import triton_paged
 from tests.support.attention import MAX_NUM_SEQS, SCALE, build_case, causal_attention
 
 Tensor = torch.Tensor
@@ -86,6 +87,18 @@ class Calls(list[str]):
             out[own] = attended(q[own], k, v, tables[row], length)
         return out
 
+    def own_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, out: Tensor,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """triton_paged.decode: the first len(out) sequences."""
+        if not len(out):
+            return
+        self.append("own")
+        assert scale == SCALE and out.is_contiguous() and out.dtype == q.dtype
+        for row in range(len(out)):
+            out[row] = attended(q[row : row + 1], k, v, tables[row], int(lengths[row]))[0]
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
@@ -96,10 +109,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     cute.flash_attn_varlen_func = found.varlen4  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr(triton_paged, "decode", found.own_decode)
     yield found
 
 
-@pytest.mark.parametrize("backend", ["flash2", "flash4"])
+@pytest.mark.parametrize("backend", ["flash2", "flash2_triton", "flash4"])
 @pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(4, 2, 4), (6, 1, 16)])
 def test_like_float64(
@@ -110,16 +124,17 @@ def test_like_float64(
     found = case.attend(backend)
     assert found.shape == case.q.shape and found.is_contiguous()
     torch.testing.assert_close(found.double(), case.expected, atol=1e-5, rtol=1e-5)
-    prompts = [f"varlen{backend[-1]}"]
-    expected = {"decode": ["decode2"], "mixed": [*prompts, "decode2"]}
+    prompts = ["varlen4" if backend == "flash4" else "varlen2"]
+    decode = "own" if backend == "flash2_triton" else "decode2"
+    expected = {"decode": [decode], "mixed": [*prompts, decode]}
     assert sorted(calls) == sorted(expected.get(spans, prompts))
 
 
-@pytest.mark.parametrize("backend", ["flash2", "flash4"])
+@pytest.mark.parametrize("backend", ["flash2", "flash2_triton", "flash4"])
 def test_a_decode_of_a_bucket_takes_its_rows_alone(calls: Calls, backend: str) -> None:
     case = build_case([(9, 1)] * MAX_NUM_SEQS, 4, 4, 2, 8)
     torch.testing.assert_close(case.attend(backend).double(), case.expected, atol=1e-5, rtol=1e-5)
-    assert calls == ["decode2"]
+    assert calls == ["own" if backend == "flash2_triton" else "decode2"]
 
 
 def test_flash4_is_as_near_as_bf16_is(calls: Calls) -> None:

@@ -103,8 +103,10 @@ def test_the_operator_takes_the_kernel_for_few_rows_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(linear_triton, "linear_triton", counted)
     torch.manual_seed(0)
     close = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False}
+    monkeypatch.setattr(linears, "MANY_COLUMNS", 32)
     weight, bias = torch.randn(32, 16), torch.randn(32)
-    for rows in (0, 1, 64, 65):
+    narrow = torch.randn(31, 16)
+    for rows in (0, 1, 16, 17, 64, 65):
         x = torch.randn(rows, 16)
         exact = x.double() @ weight.double().T
         kernels = Kernels(linear="triton")
@@ -118,7 +120,8 @@ def test_the_operator_takes_the_kernel_for_few_rows_alone(monkeypatch: pytest.Mo
         gate, up = exact.chunk(2, dim=1)
         found = linears.gated_linear(x, weight, kernels)
         torch.testing.assert_close(found, gate * gate.sigmoid() * up, **close)
-    assert asked == [1] * 3 + [64] * 3
+        linears.linear(x, narrow, None, kernels)
+    assert asked == [1] * 4 + [16] * 3 + [17, 64]
 
 
 @pytest.mark.parametrize("rows", [1, 65])

@@ -48,8 +48,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, shape: ModelShape) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "dtype", "page_size", "expected"),
     [
-        ({FLASH, TRITON}, "bfloat16", None, ("flash2", 256)),
-        ({FLASH, TRITON}, "bfloat16", 512, ("flash2", 512)),
+        ({FLASH, TRITON}, "bfloat16", None, ("flash2_triton", 256)),
+        ({FLASH, TRITON}, "bfloat16", 512, ("flash2_triton", 512)),
         ({FLASH, TRITON}, "bfloat16", 16, ("triton", 16)),
         ({FLASH, TRITON}, "float32", None, ("triton", 64)),
         ({TRITON}, "bfloat16", None, ("triton", 64)),
@@ -78,8 +78,11 @@ def test_what_auto_passes_over_is_logged(
         resolve(EngineConfig(model="", dtype="bfloat16"), shape)
     passed_over = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert passed_over == [
-        "attention=auto takes sdpa, not flash2: the package flash-attn is not installed; "
-        "pip install flash-attn",
+        *(
+            f"attention=auto takes sdpa, not {other}: the package flash-attn is not installed; "
+            "pip install flash-attn"
+            for other in ("flash2_triton", "flash2")
+        ),
         "attention=auto takes sdpa, not triton: the package triton is not installed; "
         "pip install triton",
     ]
@@ -87,7 +90,8 @@ def test_what_auto_passes_over_is_logged(
 
 
 @pytest.mark.parametrize(
-    ("attention", "page_size"), [("flash2", 256), ("triton", 64), ("sdpa", 16)]
+    ("attention", "page_size"),
+    [("flash2_triton", 256), ("flash2", 256), ("triton", 64), ("sdpa", 16)],
 )
 def test_a_backend_can_be_chosen(
     installed: set[str], shape: ModelShape, attention: str, page_size: int
@@ -150,7 +154,7 @@ def flash4(shape: ModelShape, **options: Any) -> tuple[str, int]:
 
 def test_flash4_is_asked_for_by_name(capability: list[int], shape: ModelShape) -> None:
     assert flash4(shape) == ("flash4", 256)
-    assert flash4(shape, attention="auto") == ("flash2", 256)
+    assert flash4(shape, attention="auto") == ("flash2_triton", 256)
     capability[:] = [10, 0]
     assert flash4(replace(shape, head_dim=256)) == ("flash4", 256)
 
@@ -185,7 +189,7 @@ def test_own_kernels_are_a_gpus(installed: set[str], shape: ModelShape) -> None:
             EngineConfig(model="", fused=asked, dtype="bfloat16", **options), shape
         ).fused
 
-    assert [fused(asked) for asked in ("auto", "none", "store")] == ["layers", "none", "store"]
+    assert [fused(asked) for asked in ("auto", "none", "store")] == ["store", "none", "store"]
     on_cpu: dict[str, Any] = {"device": "cpu", "enforce_eager": True}
     assert fused("auto", **on_cpu) == "none"
     with pytest.raises(ConfigError, match="fused='store': on device cpu this engine has none"):
@@ -202,10 +206,10 @@ def test_products_and_launches_of_a_gpu(
         own = resolve(EngineConfig(model="", dtype="bfloat16", **options), shape)
         return own.linear, own.launch
 
-    assert found() == ("torch", "plain")
-    assert found(linear="triton", launch="dependent") == ("triton", "dependent")
+    assert found() == ("triton", "plain")
+    assert found(linear="torch", launch="dependent") == ("torch", "dependent")
     capability = (8, 9)
-    assert found(linear="triton") == ("triton", "plain")
+    assert found() == ("triton", "plain")
     with pytest.raises(
         ConfigError, match="launch='dependent': needs compute capability 9.0 .* 8.9"
     ):

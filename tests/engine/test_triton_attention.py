@@ -104,10 +104,11 @@ def test_as_many_chunks_as_there_is_room_for() -> None:
 
 
 def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 programs for each of 132 multiprocessors where the batch alone gives fewer."""
+    """2 programs for each of 132 multiprocessors where the batch alone gives fewer; never 2 or 3
+    parts."""
     monkeypatch.undo()
-    found = {n: triton_paged.num_splits(n, 8) for n in (1, 2, 8, 32, 48, 64, 256)}
-    assert found == {1: 64, 2: 33, 8: 8, 32: 2, 48: 1, 64: 1, 256: 1}
+    found = {n: triton_paged.num_splits(n, 8) for n in (1, 2, 8, 9, 16, 32, 64, 256)}
+    assert found == {1: 32, 2: 16, 8: 4, 9: 1, 16: 1, 32: 1, 64: 1, 256: 1}
     assert triton_paged.num_splits(1, 1) == triton_paged.num_splits(1, 4) == 64
     case = build_case([(300, 1)], 16, 2, 1, 128)
     assert_exact(case.attend("triton"), case.expected)

@@ -53,7 +53,7 @@ def test_a_product_is_rounded_once(rows: int, dtype: torch.dtype, dependent: boo
         found = linear_triton(x, weight, bias, dependent=dependent)
         torch.testing.assert_close(found.double(), exact, rtol=2 * eps, atol=max(eps, 1e-4))
         gated = linear_triton(x, weight, gated=True, dependent=dependent)
-        chosen = tile(rows, size // 2, dtype.itemsize, True)
+        chosen = tile(rows, size // 2, inner, dtype.itemsize, True)
         reference = SiluAndMul()(linear_triton(x, weight, chosen=chosen))
         torch.testing.assert_close(gated, reference, rtol=4 * eps, atol=max(4 * eps, 1e-4))
 

@@ -221,7 +221,10 @@ WRONG_VALUES = [
     ({"page_size": 0}, "page_size=0: give at least 1"),
     ({"compile": "all"}, "compile=all: choose one of off, layer, model"),
     ({"compile": "False"}, r'choose one of off, layer, model \(in a YAML file write "off" in quot'),
-    ({"attention": "flash3"}, "attention=flash3: choose one of auto, flash2, flash4, triton, sdpa"),
+    (
+        {"attention": "flash3"},
+        "attention=flash3: choose one of auto, flash2, flash2_triton, flash4, triton, sdpa",
+    ),
     ({"comm": "mpi"}, "comm=mpi: choose one of auto, nccl, gloo, symm_mem"),
     ({"dtype": "fp8"}, "dtype=fp8: choose one of auto, bfloat16, float16, float32"),
     ({"device": "tpu"}, "device=tpu: choose one of auto, cpu, cuda"),

@@ -77,9 +77,8 @@ def test_the_tables_say_what_to_install() -> None:
     assert ["torch", "2.13.0"] in rows
     assert ["C++", "compiler", "/usr/bin/g++"] in rows
     flash = next(row for row in rows if row[:1] == ["flash_attn"])
-    assert (
-        " ".join(flash) == "flash_attn none attention=flash2: pip install flash-attn (NVIDIA GPU)"
-    )
+    what = "attention=flash2_triton, flash2: pip install flash-attn (NVIDIA GPU)"
+    assert " ".join(flash) == f"flash_attn none {what}"
     vllm = next(row for row in rows if row[:1] == ["vllm"])
     assert " ".join(vllm) == "vllm none backend=vllm: pip install 'rangefinder[peers]'"
     newer = next(row for row in rows if row[:1] == ["flash_attn_4"])
