@@ -49,8 +49,8 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # All backends stand behind the same operator, so one of them suffices in every compiled form.
-MODES = [("flash2", scope) for scope in ("off", "layer", "model")]
-MODES += [("triton", "off"), ("triton", "model"), ("sdpa", "off")]
+MODES = [("auto", scope) for scope in ("off", "layer", "model")]
+MODES += [(backend, "off") for backend in ("flash2", "triton", "sdpa")]
 
 
 @pytest.mark.parametrize(("attention", "scope"), MODES)
