@@ -1,6 +1,6 @@
 """Times decode attention by the own kernel against flash-attn 2; on a GPU with flash-attn.
 
-    python scripts/decode_times.py [--heads 16,32] [--kv-heads 8] [--contexts 144,256,...] [--splits]
+    python scripts/decode_times.py [--heads 16,32] [--kv-heads 8] [--contexts 144,...] [--splits]
 
 A time is that of one call in a CUDA graph of several on different caches, together above 400 MB
 where that fits, so that keys and values come from memory and not from L2; the best mean of five
