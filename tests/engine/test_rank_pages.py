@@ -10,7 +10,6 @@ from typing import Any
 from engine import EngineConfig, FinishReason, ModelShape, SamplingParams
 from engine.comm import Communicator
 from engine.comm.process_group import ProcessGroupCommunicator
-from engine.comm.rendezvous import Rendezvous
 from engine.core import EngineCore
 from engine.request import Request
 from engine.resolve import resolve
@@ -19,6 +18,7 @@ from engine.step import StepPlan
 from tests.support.checkpoints import Checkpoints
 from tests.support.engines import small_engine
 from tests.support.greedy import greedy_reference
+from tests.support.rank_processes import run_processes
 from tests.support.threads import run_ranks
 
 
@@ -88,15 +88,6 @@ def _say_the_fewest(rank: int, port: int, found: Any) -> None:
 
 
 def test_processes_agree_on_the_smallest_number() -> None:
-    context = multiprocessing.get_context("spawn")
-    found, rendezvous = context.Queue(), Rendezvous()
-    ranks = [
-        context.Process(target=_say_the_fewest, args=(rank, rendezvous.port, found))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    assert sorted(found.get(timeout=120) for _ in ranks) == [(0, 2055), (1, 2055)]
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    found = multiprocessing.get_context("spawn").Queue()
+    run_processes(_say_the_fewest, found)
+    assert sorted(found.get(timeout=60) for _ in range(2)) == [(0, 2055), (1, 2055)]

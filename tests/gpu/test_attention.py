@@ -23,8 +23,9 @@ SPANS = {
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """Weights and results are rounded once each; float32 scores of 20 are good to 2e-6."""
-    bound = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    """Weights and results are rounded once each. A float32 score is a sum of up to 256 products:
+    9 of 548,864 values were off by up to 1.85e-5 (H200); by TF32 they would be off by 1e-3."""
+    bound = 3e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     return {"atol": bound, "rtol": bound}
 
 

@@ -17,7 +17,8 @@ from tests.support.greedy import greedy_reference
 pytestmark = pytest.mark.gpu
 
 OPTIONS: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 64,
-                           "max_num_seqs": 8, "max_num_batched_tokens": 16}  # fmt: skip
+                           "max_num_seqs": 8, "max_num_batched_tokens": 16,
+                           "num_pages": 64}  # fmt: skip
 SLOW_US = 300.0
 
 

@@ -21,6 +21,9 @@ MODEL = {"name": "qwen3-0.6b", "path": None, "load_format": "dummy"}
 
 def cfg_of(backend: str, **changes: Any) -> dict[str, Any]:
     settings = {"tp": 1, "page_size": None, "workload__temperature": 0.6, **changes}
+    # Pages of 16 tokens for two requests of 1,024; nano-vLLM has a share of the memory alone, and
+    # vLLM starts only where its share is free.
+    settings |= {"engine__num_pages": 128, "engine__memory_utilization": 0.3}
     return make_cfg(backend=backend, device="cuda", timing="stamps", model=MODEL,
                     engine__max_model_len=1024, **settings)  # fmt: skip
 

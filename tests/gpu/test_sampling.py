@@ -33,7 +33,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 PROMPTS, PARAMS = mixed_prompts(), mixed_params()
 VOCAB = 151936
-OPTIONS: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 64}
+# Pages for 20 sequences of 64 positions.
+OPTIONS: dict[str, Any] = {
+    "page_size": 8, "num_pages": 160, "attention": "sdpa", "max_model_len": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def test_plain_steps_keep_their_graph(path: Path) -> None:
 def test_preemption_in_graphs(path: Path) -> None:
     with LLM(path, enforce_eager=True, max_num_seqs=8, **OPTIONS) as eager:
         wanted = eager.generate(PROMPTS, PARAMS)
-    with LLM(path, max_num_seqs=8, num_pages=11, **OPTIONS) as llm:
+    with LLM(path, max_num_seqs=8, **{**OPTIONS, "num_pages": 11}) as llm:
         assert_equal(llm.generate(PROMPTS, PARAMS), wanted)
         assert llm.counters()["preemptions"] > 0
 

@@ -164,7 +164,8 @@ def test_the_ring_is_read_when_it_is_full() -> None:
 def test_an_engine_has_a_device_time_for_each_step(checkpoints: Checkpoints, eager: bool) -> None:
     path = checkpoints(dtype="bfloat16", hidden_size=64, max_position=1024, **HEADS)
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
-    with LLM(str(path), max_num_seqs=4, max_model_len=256, enforce_eager=eager) as llm:
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "num_pages": 16}
+    with LLM(str(path), enforce_eager=eager, **options) as llm:
         before = [out.token_ids for out in llm.generate(prompts, GREEDY)]
         llm.attach([Stamp(collectives=False)])
         llm.generate(prompts, GREEDY)
@@ -189,7 +190,7 @@ def point(tmp_path: Path, **changes: Any) -> Results:
         results_dir=str(tmp_path / "runs"), batch=4, device="cuda", page_size=None,
         workload__prompt_tokens=16, workload__output_tokens=40, engine__max_num_seqs=4,
         model__name="qwen3-0.6b", model__load_format="dummy", measure__min_repeats=1,
-        measure__max_repeats=1, engine__max_model_len=256, **changes,
+        measure__max_repeats=1, engine__max_model_len=256, engine__num_pages=32, **changes,
     )  # fmt: skip
     backend = create()
     backend.start(cfg, tmp_path / "cache")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.comm import Site
-from engine.comm.rendezvous import Rendezvous
 from engine.comm.symmetric import BUFFER_BYTES, ONE_SHOT, TWO_SHOT, path_of
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
 from tests.support.path_observer import Paths
+from tests.support.rank_processes import run_processes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,14 +103,7 @@ def _replays(comm: Any) -> None:
 
 
 def test_sums_are_nccls_bit_for_bit_also_in_a_thousand_replays() -> None:
-    context = multiprocessing.get_context("spawn")
-    rendezvous = Rendezvous()
-    ranks = [context.Process(target=_sums, args=(rank, rendezvous.port)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    run_processes(_sums)
 
 
 OWN = {"linear": "triton", "launch": "dependent"}
@@ -136,6 +128,7 @@ def test_greedy_tokens_are_transformers(
         "attention": "sdpa",
         "max_model_len": 64,
         "max_num_seqs": 4,
+        "num_pages": 32,  # four sequences of 64 positions
         "max_num_batched_tokens": 16,
         "cache_dir": str(tmp_path),
         **mode,

@@ -1,8 +1,7 @@
-"""TP=2 over NCCL: numerics, long alternation of replays and prefills, memory, shutdown."""
+"""TP=2 over NCCL: numerics, long alternation of replays and prefills, compile caches, shutdown."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,12 +14,12 @@ import pytest
 import torch
 
 from engine import LLM, EngineDeadError, SamplingParams
-from engine.comm.rendezvous import Rendezvous
 from tests.gpu.conftest import HEADS
 from tests.gpu.test_numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
 from tests.support.pids import assert_gone, rank_pids
+from tests.support.rank_processes import run_processes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,16 +57,8 @@ def test_logits_are_as_near_float32_as_transformers(
     from transformers import AutoModelForCausalLM
 
     options = {**given, "cache_dir": str(tmp_path / "cache")}
-    context = multiprocessing.get_context("spawn")
     out = tmp_path / "logits.pt"
-    rendezvous = Rendezvous()
-    arguments = (rendezvous.port, qwen3_0_6b, out, options)
-    ranks = [context.Process(target=_probe_rank, args=(rank, *arguments)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    run_processes(_probe_rank, qwen3_0_6b, out, options)
     own = torch.load(out).cuda()
     found = {}
     for dtype in ("float32", "bfloat16"):
@@ -90,7 +81,8 @@ def test_ten_thousand_replays_between_prefills(checkpoints: Checkpoints) -> None
     params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
     expected = [greedy_reference(path, tuple(p), 25) for p in prompts]
     options: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 64}
-    with LLM(path, tp=2, max_num_seqs=4, max_num_batched_tokens=16, **options) as llm:
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with LLM(path, tp=2, num_pages=32, **options) as llm:  # four sequences of 64 positions
         replays = rounds = 0
         while replays < 10_000:
             outputs = llm.generate(prompts, params)
@@ -103,39 +95,6 @@ def test_ten_thousand_replays_between_prefills(checkpoints: Checkpoints) -> None
     llm.close()
 
 
-def test_ranks_agree_on_the_smaller_cache_and_use_all_of_it(checkpoints: Checkpoints) -> None:
-    """Some 4 GiB free on the first GPU and 3 on the second. More prompt tokens than the smaller
-    cache holds touch its last page, since pages that nothing is kept in are taken first; one that
-    the second rank does not have would be an illegal access there."""
-    path = checkpoints(max_position=1_024, **HEADS)
-    held = []
-    for index, gib in ((0, 4), (1, 3)):
-        free = torch.cuda.mem_get_info(index)[0]
-        size = free - (gib << 30)
-        held.append(torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}"))
-    options: dict[str, Any] = {
-        "max_num_seqs": 8,
-        "max_model_len": 1_024,
-        "page_size": 256,
-        "attention": "sdpa",
-        "memory_utilization": 0.995,
-    }
-    with LLM(path, tp=2, enforce_eager=True, **options) as llm:
-        memory = llm.memory()
-        assert memory[0]["kv_bytes"] == memory[1]["kv_bytes"]
-        assert llm.effective["num_pages"] > 100
-        # Of 1,000 tokens each, three full pages and a part of one.
-        count = llm.effective["num_pages"] // 4 + 9
-        rng = random.Random(8)
-        prompts = [[rng.randrange(97) for _ in range(1_000)] for _ in range(count)]
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        outputs = llm.generate(prompts, params)
-    del held
-    assert {len(output.token_ids) for output in outputs} == {3}
-    for prompt, output in zip(prompts[-9:], outputs[-9:], strict=True):
-        assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 3)
-
-
 def test_a_compile_cache_serves_the_ranks_that_filled_it(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
@@ -144,6 +103,7 @@ def test_a_compile_cache_serves_the_ranks_that_filled_it(
     prompts = [[(7 * i + 3 * n) % 97 for i in range(n)] for n in (1, 9, 29)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     options: dict[str, Any] = {"page_size": 8, "attention": "sdpa", "max_model_len": 64}
+    options["num_pages"] = 24  # three sequences of 64 positions
     for _ in range(2):
         with LLM(path, tp=2, compile="model", cache_dir=str(tmp_path), **options) as llm:
             for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):

@@ -95,7 +95,11 @@ class Probe:
         )
         self._steps += 1
         with self._patch:
-            self.runner.collect(self.runner.launch(plan))
+            launched = self.runner.launch(plan)
+            if self.runner.comm.rank == 0:
+                self.runner.collect(launched)
+            else:  # nobody sends it plans, whose coming says that pinned inputs are free again
+                self.runner.synchronize()
         if "logits" not in self._kept:
             return None
         return self._kept["logits"][: len(rows)].float().clone()
