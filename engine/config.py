@@ -14,7 +14,6 @@ COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
 LOAD_FORMATS = ("auto", "dummy")
 FUSED = ("auto", "none", "layers", "store")
 LINEAR = ("auto", "torch", "triton")
-LAUNCHES = ("auto", "plain", "dependent")
 RANKS = ("spawn", "torchrun")
 
 
@@ -44,9 +43,6 @@ class EngineConfig:
         linear: products with the layers' weights. torch: cuBLAS; triton: those of few rows by an
             own kernel where that is faster (kernels/linear.py), with SwiGLU's activation in it;
             auto: triton on a GPU, torch on a CPU.
-        launch: of the kernels that `fused` and `linear` name. dependent: while the kernel before
-            still runs, where they wait for its end (compute capability 9.0 and above; it gains
-            where they follow one another); auto: plain.
         max_model_len: prompt + output of one request at most; None: the model's own limit
             (ModelShape.longest_by_default; rope scaling extends it).
         max_num_seqs: requests resident at once.
@@ -80,7 +76,6 @@ class EngineConfig:
     comm: str = "auto"
     fused: str = "auto"
     linear: str = "auto"
-    launch: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -104,7 +99,6 @@ class EngineConfig:
             "comm": COMM_PATHS,
             "fused": FUSED,
             "linear": LINEAR,
-            "launch": LAUNCHES,
             "ranks": RANKS,
         }
         for name, allowed in choices.items():

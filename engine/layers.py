@@ -57,10 +57,9 @@ class RMSNorm(nn.Module):
         if self.kernels.layers and runs_triton(x):
             from engine.kernels.layers_triton import add_rms_norm_triton, rms_norm_triton
 
-            how = (self.weight, self.eps, self.kernels.dependent)
             if residual is None:
-                return rms_norm_triton(x, *how)
-            return add_rms_norm_triton(x, residual, *how)
+                return rms_norm_triton(x, self.weight, self.eps)
+            return add_rms_norm_triton(x, residual, self.weight, self.eps)
         if residual is None:
             return self._normed(x.float()).to(x.dtype) * self.weight
         total = x.float() + residual.float()
@@ -117,7 +116,7 @@ def norm_and_rotate(
         from engine.kernels.rotate_triton import norm_and_rotate_triton
 
         weights, eps = _weights(q_norm, k_norm)
-        return norm_and_rotate_triton(q, k, weights, eps, rotary, kernels.dependent)
+        return norm_and_rotate_triton(q, k, weights, eps, rotary)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
     return apply_rotary(q, rotary), apply_rotary(k, rotary)
@@ -133,14 +132,13 @@ def norm_rotate_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    dependent: bool = False,
 ) -> torch.Tensor:
     """norm_and_rotate, then store_kv, as one Triton kernel -> the normed and rotated q."""
     from engine.kernels.rotate_triton import norm_rotate_store_triton
 
     weights, eps = _weights(q_norm, k_norm)
     caches = (k_cache, v_cache, slot_mapping)
-    return norm_rotate_store_triton(q, k, v, weights, eps, rotary, *caches, dependent)
+    return norm_rotate_store_triton(q, k, v, weights, eps, rotary, *caches)
 
 
 def _weights(
@@ -164,6 +162,6 @@ class SiluAndMul(nn.Module):
         if self.kernels.layers and runs_triton(x):
             from engine.kernels.layers_triton import silu_and_mul_triton
 
-            return silu_and_mul_triton(x, self.kernels.dependent)
+            return silu_and_mul_triton(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up

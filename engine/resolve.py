@@ -38,8 +38,6 @@ PAGE_SIZES = {
 COMM = {"cpu": ("gloo",), "cuda": ("nccl", "symm_mem")}
 FUSED = {"cpu": ("none",), "cuda": ("store", "layers", "none")}
 LINEAR = {"cpu": ("torch",), "cuda": ("triton", "torch")}
-# auto stays with the first: on an H200 steps with early launches took 1 to 20 % longer.
-LAUNCHES = {"cpu": ("plain",), "cuda": ("plain", "dependent")}
 
 
 def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
@@ -81,7 +79,6 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "comm": _comm(config, device, dtype, ranks_here),
         "fused": _choose("fused", config.fused, FUSED[device], device),
         "linear": _choose("linear", config.linear, LINEAR[device], device),
-        "launch": _launch(config.launch, device, first_gpu),
         "max_model_len": max_model_len,
         "overlap": device == "cuda" if config.overlap is None else config.overlap,
         "threads_per_rank": config.threads_per_rank or max(1, _cores() // ranks_here),
@@ -220,17 +217,6 @@ def _choose(name: str, value: str, allowed: tuple[str, ...], device: str) -> str
             f"choose one of them or auto"
         )
     return value
-
-
-def _launch(asked: str, device: str, first_gpu: int) -> str:
-    launch = _choose("launch", asked, LAUNCHES[device], device)
-    if launch == "dependent" and _capability(first_gpu) < (9, 0):
-        found = ".".join(map(str, _capability(first_gpu)))
-        raise ConfigError(
-            f"launch='dependent': needs compute capability 9.0 or above, and this GPU has {found}; "
-            "set launch=plain"
-        )
-    return launch
 
 
 def _comm(config: EngineConfig, device: str, dtype: str, ranks_here: int) -> str:

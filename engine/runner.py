@@ -73,7 +73,7 @@ class Runner:
             config.max_model_len,
             getattr(torch, config.dtype),
             self.device,
-            Kernels(config.fused, config.linear, config.launch),
+            Kernels(config.fused, config.linear),
         )
         load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
         num_pages = agree(

@@ -16,7 +16,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.load_format": ("auto", "dummy"),
     "engine.fused": ("auto", "none", "layers", "store"),
     "engine.linear": ("auto", "torch", "triton"),
-    "engine.launch": ("auto", "plain", "dependent"),
     "workload.kind": ("decode", "prefill", "nano_vllm", "trace"),
     "timing": ("auto", "stamps", "events", "host"),
     "cache": ("cold", "warm"),
@@ -74,11 +73,9 @@ class EngineSection:
     overlap: bool | None = None  # plan a step while the one before it runs; null: on GPUs
     fused: str = "auto"  # own kernels on a GPU where nothing is compiled. none: torch's own ops;
     # layers: norms, rotation, activation; store: K and V are written with the rotation too;
-    # auto: layers on GPUs
-    linear: str = "auto"  # the layers' products. torch: cuBLAS; triton: own kernels up to 64 rows;
-    # auto: torch
-    launch: str = "auto"  # of own kernels. dependent: while the one before still runs, to wait for
-    # its end; auto: plain
+    # auto: store on GPUs, none on CPUs
+    linear: str = "auto"  # the layers' products. torch: cuBLAS; triton: those of few rows by own
+    # kernels where these are faster; auto: triton on GPUs, torch on CPUs
     prefix_cache: bool = False  # reuse K/V of equal prefixes; off: repeats do equal work
     memory_utilization: float = 0.9  # share of a GPU's memory for weights and cache
     threads_per_rank: int | None = None  # intra-op threads of a CPU rank; null: cores // tp

@@ -188,8 +188,8 @@ def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:
 
 
 def _own_kernels(cfg: dict[str, Any], machine: Machine) -> str | None:
-    """fused, linear, launch: all but the first two choices of each."""
-    for name, anywhere in (("fused", "none"), ("linear", "torch"), ("launch", "plain")):
+    """fused, linear: all but the first two choices of each."""
+    for name, anywhere in (("fused", "none"), ("linear", "torch")):
         asked = cfg.get("engine", {}).get(name, "auto")
         if asked not in ("auto", anywhere):
             reason = _no_gpu(f"engine.{name}={asked} needs", cfg, machine)

@@ -157,7 +157,7 @@ samples      int!    - sequences that sampled a token
 mode         string! - how the forward ran
 begin_ns     int!    ns host clock (perf_counter) at the begin of the forward
 device_us    float   us forward and sampling on this rank; CPU: host time; GPU: stamps, else null
-compute_us   float   us profiler pass: what does not communicate; the waits of early launches too
+compute_us   float   us profiler pass: what does not communicate
 comm_kernel_us float us profiler pass: sum of the communication kernels, waiting included
 idle_us      float   us profiler pass: between the step's first and last kernel none runs
 idle_comm_us float   us profiler pass: part of idle_us right before or after a communication kernel

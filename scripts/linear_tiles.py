@@ -1,13 +1,11 @@
 """Times the tiles of the engine's own products against cuBLAS, by the layers' shapes; on a GPU.
 
-    python scripts/linear_tiles.py [--rows 1,8,16,32,64] [--groups "0.6b tp1,..."] [--dependent]
+    python scripts/linear_tiles.py [--rows 1,8,16,32,64] [--groups "0.6b tp1,..."]
 
 A time is that of one call in a CUDA graph of at least 24, each on a weight of its own, together
-four times what L2 holds; the best mean of seven replays behind another, in us. (Launched early, a
-product brings weights to L2 during the one before; in a step a shorter kernel stands there.)
-Prints for each shape and number of rows cuBLAS's time, that of the tile that `tile()` takes, and
-the three fastest, and the bandwidth of the fastest. Builds all kernels first, in as many processes
-as there are cores.
+four times what L2 holds; the best mean of seven replays behind another, in us. Prints for each
+shape and number of rows cuBLAS's time, that of the tile that `tile()` takes, and the three fastest,
+and the bandwidth of the fastest. Builds all kernels first, in as many processes as there are cores.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ TILES = [Tile(n, k, w, s) for n, k, w, s in product((16, 32, 64), (64, 128, 256)
 CALLS, BYTES = 24, 200 << 20
 
 
-Kind = tuple[int, bool, Tile, bool]
-"""What a kernel is built for: rows rounded up, gated, its tile, launched early."""
+Kind = tuple[int, bool, Tile]
+"""What a kernel is built for: rows rounded up, gated, its tile."""
 
 
 def rounded(rows: int) -> int:
@@ -69,11 +67,11 @@ def candidates(rows: int, gated: bool) -> list[Tile]:
 
 def build(kind: Kind) -> str | None:
     """Builds one kernel, small; -> what is wrong with it."""
-    rows, gated, own, dependent = kind
+    rows, gated, own = kind
     x = torch.zeros(rows, 1024, device="cuda", dtype=torch.bfloat16)
     weight = torch.zeros(2048, 1024, device="cuda", dtype=torch.bfloat16)
     try:
-        linear_triton(x, weight, gated=gated, dependent=dependent, chosen=own)
+        linear_triton(x, weight, gated=gated, chosen=own)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:90]}"
@@ -107,9 +105,9 @@ def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) 
     gated = name.endswith("gated")
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
 
-    def own(chosen: Tile, dependent: bool) -> float:
+    def own(chosen: Tile) -> float:
         def one(n: int) -> object:
-            return linear_triton(x, weights[n], gated=gated, dependent=dependent, chosen=chosen)
+            return linear_triton(x, weights[n], gated=gated, chosen=chosen)
 
         return timed(one, copies)
 
@@ -118,10 +116,10 @@ def measure(name: str, rows: int, weights: torch.Tensor, kinds: Sequence[Kind]) 
         return silu_and_mul_triton(found) if gated else found
 
     mine = [kind for kind in kinds if kind[:2] == (rounded(rows), gated)]
-    found = sorted((own(one, early), one) for _, _, one, early in mine if inner % one.block_k == 0)
+    found = sorted((own(one), one) for _, _, one in mine if inner % one.block_k == 0)
     chosen = tile(rows, size // (2 if gated else 1), inner, 2, gated)
     best = "  ".join(f"{us:.1f} {tuple(one)}" for us, one in found[:3])
-    theirs, ours = timed(torchs, copies), own(chosen, mine[0][3])
+    theirs, ours = timed(torchs, copies), own(chosen)
     return (
         f"{name} rows {rows}: cuBLAS {theirs:.1f}, taken {ours:.1f} {tuple(chosen)}, best {best}, "
         f"{size * inner * 2 / found[0][0] / 1e6:.2f} TB/s"
@@ -132,11 +130,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Times tiles of the engine's own products.")
     parser.add_argument("--rows", default="1,8,16,32,64")
     parser.add_argument("--groups", default=",".join(SHAPES))
-    parser.add_argument("--dependent", action="store_true", help="launch each early")
     options = parser.parse_args()
     all_rows = [int(n) for n in options.rows.split(",")]
     kinds = list(dict.fromkeys(
-        (rounded(rows), gated, own, options.dependent)
+        (rounded(rows), gated, own)
         for rows in all_rows for gated in (False, True) for own in candidates(rows, gated)
     ))  # fmt: skip
     cores = len(os.sched_getaffinity(0))

@@ -4,7 +4,7 @@
 
 SETTINGs are the engine's (engine/config.py), such as tp=2 or fused=store. Dummy weights, prompts
 of 128 tokens. Prints for each batch the kernels of rank 0's replayed decode steps by the time they
-take, by torch.profiler (CUPTI); a kernel launched early counts its waiting too.
+take, by torch.profiler (CUPTI).
 """
 
 from __future__ import annotations

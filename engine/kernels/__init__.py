@@ -14,15 +14,10 @@ class Kernels:
 
     fused: str = "layers"
     linear: str = "torch"
-    launch: str = "plain"
 
     @property
     def layers(self) -> bool:
         return self.fused != "none"
-
-    @property
-    def dependent(self) -> bool:
-        return self.launch == "dependent"
 
 
 USUAL = Kernels()

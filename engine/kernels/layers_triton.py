@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_triton import dependency, options
-
 
 @triton.jit
 def _rms_norm(
@@ -23,11 +21,9 @@ def _rms_norm(
     size,
     eps,
     HAS_RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a token's row of `size` values."""
-    dependency(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -41,27 +37,21 @@ def _rms_norm(
     tl.store(out_ptr + row * size + column, normed, mask=inside)
 
 
-def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, dependent: bool = False
-) -> torch.Tensor:
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, N], its rows contiguous and any distance apart -> [T, N]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch_norm(x, None, weight, out, None, eps, dependent)
+    _launch_norm(x, None, weight, out, None, eps)
     return out
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dependent: bool = False,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [T, N], the residual contiguous -> (norm(x + residual), x + residual)."""
     assert residual.is_contiguous()
     out = torch.empty_like(residual)
     total = torch.empty_like(residual)
-    _launch_norm(x, residual, weight, out, total, eps, dependent)
+    _launch_norm(x, residual, weight, out, total, eps)
     return out, total
 
 
@@ -72,7 +62,6 @@ def _launch_norm(
     out: torch.Tensor,
     total: torch.Tensor | None,
     eps: float,
-    dependent: bool,
 ) -> None:
     assert x.ndim == 2 and x.stride(1) == 1, x.stride()
     rows, size = x.shape
@@ -86,17 +75,14 @@ def _launch_norm(
         size,
         eps,
         HAS_RESIDUAL=residual is not None,
-        DEPENDENT=dependent,
         BLOCK=triton.next_power_of_2(size),
         num_warps=1 if size <= 256 else 4,
-        **options(dependent),
     )
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, size, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """One program a block of one token's row."""
-    dependency(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -108,12 +94,12 @@ def _silu_and_mul(x_ptr, out_ptr, size, DEPENDENT: tl.constexpr, BLOCK: tl.const
     tl.store(out_ptr + token * size + column, product, mask=inside)
 
 
-def silu_and_mul_triton(x: torch.Tensor, dependent: bool = False) -> torch.Tensor:
+def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     """x [T, 2I] contiguous, gate then up -> [T, I]."""
     assert x.is_contiguous()
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, size)
     block = 1024
     grid = (tokens, triton.cdiv(size, block))
-    _silu_and_mul[grid](x, out, size, DEPENDENT=dependent, BLOCK=block, **options(dependent))
+    _silu_and_mul[grid](x, out, size, BLOCK=block)
     return out

@@ -22,8 +22,8 @@ ROWS_BUILT = (1, 16, 32, MAX_ROWS, MAX_ROWS + 1)
 """One of each kernel that steps of any size take."""
 
 library = torch.library.Library("rangefinder", "FRAGMENT")
-library.define("linear(Tensor x, Tensor weight, Tensor? bias, bool dependent) -> Tensor")
-library.define("gated_linear(Tensor x, Tensor weight, bool dependent) -> Tensor")
+library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+library.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
 
 
 def linear(
@@ -32,14 +32,14 @@ def linear(
     """F.linear(x [T, K], weight [N, K], bias [N]) by what `kernels` says."""
     if kernels.linear == "torch":
         return F.linear(x, weight, bias)
-    found: torch.Tensor = torch.ops.rangefinder.linear(x, weight, bias, kernels.dependent)
+    found: torch.Tensor = torch.ops.rangefinder.linear(x, weight, bias)
     return found
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K], weight [2I, K], gate then up -> silu(x gate^T) * (x up^T) [T, I], one kernel where
     the rows are few; else a product and the activation's own kernel, whatever `fused` says."""
-    found: torch.Tensor = torch.ops.rangefinder.gated_linear(x, weight, kernels.dependent)
+    found: torch.Tensor = torch.ops.rangefinder.gated_linear(x, weight)
     return found
 
 
@@ -54,7 +54,7 @@ def linear_out(
     if kernels.linear == "triton" and takes_own(x, weight):
         from engine.kernels.linear_triton import linear_triton
 
-        return linear_triton(x, weight, bias, dependent=kernels.dependent, out=out)
+        return linear_triton(x, weight, bias, out=out)
     if bias is not None:
         return torch.addmm(bias, x, weight.t(), out=out)
     return torch.mm(x, weight.t(), out=out)
@@ -68,34 +68,32 @@ def takes_own(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> boo
     return rows <= FEW_ROWS and weight.shape[0] >= MANY_COLUMNS
 
 
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dependent: bool
-) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if takes_own(x, weight):
         from engine.kernels.linear_triton import linear_triton
 
-        return linear_triton(x, weight, bias, dependent=dependent)
+        return linear_triton(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _gated_linear(x: torch.Tensor, weight: torch.Tensor, dependent: bool) -> torch.Tensor:
+def _gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     from engine.kernels.layers_triton import silu_and_mul_triton
     from engine.kernels.linear_triton import linear_triton
 
     if takes_own(x, weight, gated=True):
-        return linear_triton(x, weight, gated=True, dependent=dependent)
-    return silu_and_mul_triton(F.linear(x, weight), dependent)
+        return linear_triton(x, weight, gated=True)
+    return silu_and_mul_triton(F.linear(x, weight))
 
 
 library.impl("linear", _linear, "CompositeExplicitAutograd")
 library.impl("gated_linear", _gated_linear, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "rangefinder::linear",
-    lambda x, weight, bias, dependent: x.new_empty(x.shape[0], weight.shape[0]),
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
     lib=library,
 )
 torch.library.register_fake(
     "rangefinder::gated_linear",
-    lambda x, weight, dependent: x.new_empty(x.shape[0], weight.shape[0] // 2),
+    lambda x, weight: x.new_empty(x.shape[0], weight.shape[0] // 2),
     lib=library,
 )

@@ -12,29 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.dependent_triton import options
 from engine.kernels.linear import MAX_ROWS
-
-
-@triton.jit
-def _prefetch(weight_ptr, column, size, inner, BLOCK_K: tl.constexpr, LINE: tl.constexpr):
-    """Brings the first values of some rows of a weight to L2, while the kernel before still runs;
-    at most 1,024 of each: all that run at once ask for less than L2 holds (50 MB)."""
-    line = tl.arange(0, BLOCK_K // LINE) * LINE
-    for start in range(0, tl.minimum(inner, 1024), BLOCK_K):
-        # a row past the end repeats the last, a column past it the first
-        at = tl.minimum(column, size - 1)[:, None].to(tl.int64) * inner
-        at += tl.where(start + line < inner, start + line, 0)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(weight_ptr + at).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,7 +29,6 @@ def _linear(
     out_stride,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -60,17 +38,9 @@ def _linear(
     """One program BLOCK_N columns of out [rows, size]: x [rows, inner] by as many of the weight's
     rows. GATED: the weight is [2 * size, inner], and out silu(first) * second.
 
-    BLOCK_M = 1: of one row, without tensor cores. DEPENDENT: launched while the kernel before
-    runs; all but the weight is read, and anything written, when that has ended.
+    BLOCK_M = 1: of one row, without tensor cores.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        _prefetch(weight_ptr, column, size, inner, BLOCK_K, LINE)
-        if GATED:
-            _prefetch(weight_ptr + size.to(tl.int64) * inner, column, size, inner, BLOCK_K, LINE)
-        gdc_wait()
     row = tl.arange(0, BLOCK_M)
     step = tl.arange(0, BLOCK_K)
     there = column < size
@@ -161,15 +131,13 @@ def linear_triton(
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
-    dependent: bool = False,
     out: torch.Tensor | None = None,
     chosen: Tile | None = None,
 ) -> torch.Tensor:
     """x [T, K] with contiguous rows, 1 <= T <= 64, weight [N, K] contiguous -> [T, N]; gated:
     weight [2N, K], gate then up -> silu(x gate^T) * (x up^T) [T, N].
 
-    Sums are float32 and rounded once. `dependent`: see _linear. `out` [T, N]: where the result
-    goes, rows contiguous.
+    Sums are float32 and rounded once. `out` [T, N]: where the result goes, rows contiguous.
     """
     rows, inner = x.shape
     size = weight.shape[0] // (2 if gated else 1)
@@ -191,13 +159,11 @@ def linear_triton(
         out.stride(0),
         GATED=gated,
         HAS_BIAS=bias is not None,
-        DEPENDENT=dependent,
         EVEN=size % block_n == 0 and inner % block_k == 0,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         STAGES=stages,
         num_warps=warps,
-        **options(dependent),
     )
     return out

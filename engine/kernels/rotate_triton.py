@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_triton import dependency, options
-
 
 @triton.jit
 def _heads(
@@ -102,13 +100,11 @@ def _norm_and_rotate(
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     STORE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One program BLOCK_H heads of a token: first those of Q, then those of K.
 
     STORE: K goes to the token's slot of the cache, and so do, in the last programs, V's heads.
     """
-    dependency(DEPENDENT)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     KV_BLOCKS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     # 64 bits: slot * row passes 2^31 elements in a cache of 4 GiB of bf16.
@@ -177,12 +173,11 @@ def norm_and_rotate_triton(
     weights: Weights | None,
     eps: float,
     rotary: torch.Tensor,
-    dependent: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, h, D], k [T, kv_heads, D] with any strides but a contiguous last dimension, the norms'
     weights [D] or None for no norm, rotary [T, 1, D] float32 contiguous -> the same shapes."""
     q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    _launch(q, k, None, weights, eps, rotary, q_out, k_out, None, None, dependent)
+    _launch(q, k, None, weights, eps, rotary, q_out, k_out, None, None)
     return q_out, k_out
 
 
@@ -196,13 +191,12 @@ def norm_rotate_store_triton(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    dependent: bool = False,
 ) -> torch.Tensor:
     """norm_and_rotate_triton, then kernels.store_kv.store_kv of its k and of v, in one kernel; the
     arguments as there. Returns q alone."""
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and v.stride(2) == 1
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch(q, k, v, weights, eps, rotary, q_out, k_cache, v_cache, slot_mapping, dependent)
+    _launch(q, k, v, weights, eps, rotary, q_out, k_cache, v_cache, slot_mapping)
     return q_out
 
 
@@ -217,7 +211,6 @@ def _launch(
     k_out: torch.Tensor,
     v_out: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
-    dependent: bool,
 ) -> None:
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -248,6 +241,4 @@ def _launch(
         BLOCK_H=block_h,
         HAS_NORM=weights is not None,
         STORE=v is not None,
-        DEPENDENT=dependent,
-        **options(dependent),
     )

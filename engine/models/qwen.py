@@ -112,7 +112,7 @@ class Qwen3Attention(nn.Module):
         norms = (self.q_norm, self.k_norm)
         if self.kernels.fused == "store" and runs_triton(q):
             caches = (k_cache, v_cache, batch.slot_mapping)
-            q = norm_rotate_store(q, k, v, *norms, rotary, *caches, self.kernels.dependent)
+            q = norm_rotate_store(q, k, v, *norms, rotary, *caches)
             found = self.attention.over_cache(q, k_cache, v_cache, batch)
         else:
             q, k = norm_and_rotate(q, k, *norms, rotary, self.kernels)
@@ -150,7 +150,7 @@ class Qwen3MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernels.linear == "triton":
-            return self.down_proj(gated_linear(x, self.gate_up_proj.weight, self.kernels))
+            return self.down_proj(gated_linear(x, self.gate_up_proj.weight))
         return self.down_proj(self.act(self.gate_up_proj(x)))
 
 

@@ -118,7 +118,7 @@ def test_the_operator_takes_the_kernel_for_few_rows_alone(monkeypatch: pytest.Mo
             linears.linear_out(x, weight, None, kernels, out), exact, **close
         )
         gate, up = exact.chunk(2, dim=1)
-        found = linears.gated_linear(x, weight, kernels)
+        found = linears.gated_linear(x, weight)
         torch.testing.assert_close(found, gate * gate.sigmoid() * up, **close)
         linears.linear(x, narrow, None, kernels)
     assert asked == [1] * 4 + [16] * 3 + [17, 64]
@@ -130,7 +130,7 @@ def test_the_operators_say_what_they_return(rows: int) -> None:
     x, weight = torch.randn(rows, 16).bfloat16(), torch.randn(32, 16).bfloat16()
     ops, utils = torch.ops.rangefinder, ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        ops.linear.default, (x, weight, torch.randn(32).bfloat16(), False), test_utils=utils
+        ops.linear.default, (x, weight, torch.randn(32).bfloat16()), test_utils=utils
     )
-    torch.library.opcheck(ops.linear.default, (x, weight, None, False), test_utils=utils)
-    torch.library.opcheck(ops.gated_linear.default, (x, weight, False), test_utils=utils)
+    torch.library.opcheck(ops.linear.default, (x, weight, None), test_utils=utils)
+    torch.library.opcheck(ops.gated_linear.default, (x, weight), test_utils=utils)

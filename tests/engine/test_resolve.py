@@ -196,25 +196,12 @@ def test_own_kernels_are_a_gpus(installed: set[str], shape: ModelShape) -> None:
         fused("store", **on_cpu)
 
 
-def test_products_and_launches_of_a_gpu(
-    installed: set[str], shape: ModelShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capability = (9, 0)
-    monkeypatch.setattr(resolve_module, "_capability", lambda gpu: capability)
+def test_products_of_a_gpu(installed: set[str], shape: ModelShape) -> None:
+    def found(**options: Any) -> str:
+        return resolve(EngineConfig(model="", dtype="bfloat16", **options), shape).linear
 
-    def found(**options: Any) -> tuple[str, str]:
-        own = resolve(EngineConfig(model="", dtype="bfloat16", **options), shape)
-        return own.linear, own.launch
-
-    assert found() == ("triton", "plain")
-    assert found(linear="torch", launch="dependent") == ("torch", "dependent")
-    capability = (8, 9)
-    assert found() == ("triton", "plain")
-    with pytest.raises(
-        ConfigError, match="launch='dependent': needs compute capability 9.0 .* 8.9"
-    ):
-        found(launch="dependent")
+    assert [found(), found(linear="torch")] == ["triton", "torch"]
     on_cpu: dict[str, Any] = {"device": "cpu", "enforce_eager": True}
-    assert found(**on_cpu) == ("torch", "plain")
+    assert found(**on_cpu) == "torch"
     with pytest.raises(ConfigError, match="linear='triton': on device cpu this engine has torch"):
         found(linear="triton", **on_cpu)

@@ -106,12 +106,12 @@ def test_sums_are_nccls_bit_for_bit_also_in_a_thousand_replays() -> None:
     run_processes(_sums)
 
 
-OWN = {"linear": "triton", "launch": "dependent"}
+TORCHS = {"linear": "torch"}
 MODES: list[dict[str, Any]] = [
     {"compile": scope, "enforce_eager": eager}
     for scope in ("off", "layer", "model")
     for eager in (True, False)
-] + [{"enforce_eager": False, **OWN}, {"enforce_eager": False, "compile": "model", **OWN}]
+] + [{"enforce_eager": False, **TORCHS}, {"enforce_eager": False, "compile": "model", **TORCHS}]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
