@@ -1,4 +1,4 @@
-"""What each lever gains: overlap, attention, all-reduces, fused kernels, products, launch."""
+"""What each lever gains: overlap, attention, all-reduces, fused kernels, products."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
 LEVERS: dict[str, tuple[Any, ...]] = {
     "engine.overlap": (False, True),
-    "attention": ("sdpa", "flash2", "flash2_triton", "triton", "flash4"),
+    "attention": ("sdpa", "flash2", "triton", "flash2_triton", "flash4"),
     "comm": ("nccl", "symm_mem"),
     "engine.fused": ("none", "layers", "store"),
     "engine.linear": ("torch", "triton"),
-    "engine.launch": ("plain", "dependent"),
 }
 """Settings and their values, each measured against those before it."""
 TAKEN = {"engine.overlap": True, "attention": "flash2_triton", "comm": "nccl",
-         "engine.fused": "store", "engine.linear": "triton", "engine.launch": "plain"}  # fmt: skip
+         "engine.fused": "store", "engine.linear": "triton"}  # fmt: skip
 """What the engine takes on a GPU when it is not told (engine/resolve.py)."""
 JUDGED = (*DEFAULT, "step_host_us", "ttft")
 DECIDES = ("tpot", "ttft")
