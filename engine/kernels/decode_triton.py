@@ -15,10 +15,13 @@ import triton.language as tl
 
 from engine.kernels.key_tiles_triton import LOG2_E, MIN_DOT, attend_keys, tile_constants
 
-# Keys of a tile. Of 16 to 128 keys and 1 to 8 warps this with one warp was the fastest or within
-# 2 % of it on an H200, at 1 to 256 sequences: 41 against 47 us for 64 keys and 4 warps at 256
-# sequences of 144 keys, 250 against 246 us at 1,024 keys.
-_KEYS = 16
+# Numbers of programs that take tiles of 16 keys, one warp each, where others take 64 keys and 4
+# warps. On an H200 with 8 K/V heads: 128 sequences of 144 keys 21.9 against 27.6 us, 64 of 1,024
+# keys 65 against 73. Fewer programs wait for memory with too little under way (16 sequences of
+# 1,024 keys 41 against 21 us); more do not all fit at once, eleven to a multiprocessor (256 of
+# 1,024 keys 287 against 244 us).
+NARROW = range(512, 1281)
+_NARROW_KEYS = 16
 MAX_SPLITS = 64  # so that one kernel combines any number: none is built while a step waits
 
 
@@ -150,8 +153,12 @@ def paged_decode(
         splits: programs that share a sequence's keys, 1 to MAX_SPLITS.
     """
     seqs, heads, head_dim = out.shape
-    tile = tile_constants(k_cache, heads, head_dim) | {"BLOCK_N": _KEYS}
-    block_m = max(MIN_DOT, triton.next_power_of_2(tile["GROUP"]))
+    tile = tile_constants(k_cache, heads, head_dim)
+    block_m, warps = max(MIN_DOT, triton.next_power_of_2(tile["GROUP"])), 4
+    if tile["KV_HEADS"] * seqs * splits in NARROW:
+        tile["BLOCK_N"] = _NARROW_KEYS
+        # one for 16 rows of 128 sums, which is 64 registers a thread
+        warps = max(1, block_m * tile["BLOCK_D"] // 2048)
     part, lse = out, out
     if splits > 1:
         part = q.new_empty(seqs, heads, splits, head_dim, dtype=torch.float32)
@@ -170,8 +177,7 @@ def paged_decode(
         block_tables.stride(0),
         **tile,
         BLOCK_M=block_m,
-        # one for 16 rows of 128 sums, which is 64 registers a thread
-        num_warps=max(1, block_m * tile["BLOCK_D"] // 2048),
+        num_warps=warps,
         num_stages=3,
     )
     if splits > 1:

@@ -13,6 +13,7 @@ from tests.support.interpreter import require_interpreter
 require_interpreter()
 
 from engine.attention import triton_paged  # noqa: E402
+from engine.kernels import decode_triton  # noqa: E402
 from engine.kernels.decode_triton import paged_decode  # noqa: E402
 from engine.kernels.key_tiles_triton import keys_per_tile  # noqa: E402
 
@@ -45,6 +46,18 @@ PAGES = [("mixed", 1), ("mixed", 7), ("mixed", 16), ("mixed", 64), ("mixed", 256
 )
 def test_like_float64(spans: str, page_size: int) -> None:
     """Three rows of padding, NaN in every place that is not a sequence's own."""
+    case = build_case(SPANS[spans], page_size, 4, 2, 128, padding=3)
+    assert_exact(case.attend("triton"), case.expected)
+
+
+@pytest.mark.parametrize(("spans", "page_size"), [("decode", 16), ("mixed", 7), ("mixed", 64)])
+@pytest.mark.parametrize("programs", [1, 24])
+def test_narrow_tiles_like_float64(
+    spans: str, page_size: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without splits and with them."""
+    monkeypatch.setattr(decode_triton, "NARROW", range(1, 1_000))
+    monkeypatch.setattr(triton_paged, "_PROGRAMS", programs)
     case = build_case(SPANS[spans], page_size, 4, 2, 128, padding=3)
     assert_exact(case.attend("triton"), case.expected)
 

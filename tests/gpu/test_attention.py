@@ -53,6 +53,15 @@ def test_shapes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     torch.testing.assert_close(result.double(), case.expected, **tolerance(dtype))
 
 
+@pytest.mark.parametrize("seqs", [1, 8, 9, 63, 64, 160, 161, 256])
+def test_decodes_of_any_number(seqs: int) -> None:
+    """8 K/V heads: splits, none, narrow tiles of 16 keys, wide ones again."""
+    spans = [(1 + 37 * place % 700, 1) for place in range(seqs)]
+    case = build_case(spans, 64, 32, 8, 128, torch.bfloat16).to("cuda")
+    found = case.attend("flash2_triton").double()
+    torch.testing.assert_close(found, case.expected, **tolerance(torch.bfloat16))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 7, 33, 64])
 def test_any_number_of_splits(splits: int) -> None:
     from engine.kernels.decode_triton import paged_decode
@@ -139,7 +148,7 @@ def test_no_build_follows_a_change_of_lengths_or_numbers() -> None:
     def run(spans: list[tuple[int, int]]) -> None:
         build_case(spans, 64, 16, 8, 128, torch.bfloat16).to("cuda").attend("triton")
 
-    for decodes in (1, 3, 4, 8):  # 64, 22, 16 and 8 splits
+    for decodes in (1, 3, 4, 8):  # 32, 10, 8 and 4 splits
         run([(9, 1)] * decodes)
     run([(9, 1), (9, 1), (0, 5)])
     count = triton_builds()

@@ -86,7 +86,7 @@ def build_case(
     batch = build_batch(
         rows,
         page_size,
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_seqs=max(MAX_NUM_SEQS, len(spans)),
         max_pages=max(64, *counts),
         padded_to=len(q),
         dummy_slot=dummy * page_size,
