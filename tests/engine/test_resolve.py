@@ -114,25 +114,36 @@ def test_a_chosen_backend_that_cannot_run_is_refused(
         resolve(EngineConfig(model="", attention="triton"), shape)
 
 
-def test_symmetric_memory_is_asked_for_by_name(
-    installed: set[str], shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+def test_symmetric_memory_is_for_gpus_that_reach_each_other(
+    installed: set[str],
+    shape: ModelShape,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    apart: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair not in apart)
 
     def comm(asked: str, dtype: str = "bfloat16", tp: int = 2) -> str:
         return resolve(EngineConfig(model="", tp=tp, comm=asked, dtype=dtype), shape).comm
 
-    assert [comm("auto"), comm("symm_mem"), comm("nccl")] == ["nccl", "symm_mem", "nccl"]
+    assert [comm("auto"), comm("symm_mem"), comm("nccl")] == ["symm_mem", "symm_mem", "nccl"]
     assert comm("symm_mem", tp=1) == "solo"
     with pytest.raises(ConfigError, match="comm='symm_mem': its kernels sum bfloat16 and float32"):
         comm("symm_mem", "float16")
+    assert comm("auto", "float16") == "nccl"
+    apart.append((1, 0))
+    with pytest.raises(ConfigError, match="GPU 1 cannot reach the memory of GPU 0; set comm=nccl"):
+        comm("symm_mem")
+    assert comm("auto") == "nccl"
+    assert "comm=auto takes nccl, not symm_mem: GPU 1 cannot" in caplog.text
     monkeypatch.setattr(resolve_module, "_ranks_here", lambda config: 1)
-    assert comm("nccl") == "nccl"
+    assert comm("nccl") == comm("auto") == "nccl"
     with pytest.raises(
         ConfigError, match="comm='symm_mem': GPUs of one machine .* 1 of tp=2 ranks"
     ):
         comm("symm_mem")
-    with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has nccl, symm"):
+    with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has symm_mem, "):
         comm("gloo")
 
 

@@ -20,7 +20,7 @@ from harness.store import load
 from tests.support.made_runs import noisy, write_cell
 
 BASE: dict[str, Any] = {
-    "device": "cuda", "timing": "stamps", "attention": "flash2_triton", "comm": "nccl",
+    "device": "cuda", "timing": "stamps", "attention": "flash2_triton", "comm": "symm_mem",
     "engine__overlap": True, "engine__fused": "store", "engine__linear": "triton",
 }  # fmt: skip
 PULLED: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ PULLED: dict[str, dict[str, Any]] = {
     "no_overlap": {"engine__overlap": False},
     "flash2": {"attention": "flash2"},
     "triton": {"attention": "triton"},
-    "symm_mem": {"comm": "symm_mem"},
+    "nccl": {"comm": "nccl"},
     "unfused": {"engine__fused": "none"},
     "layers": {"engine__fused": "layers"},
     "cublas": {"engine__linear": "torch"},
@@ -44,7 +44,7 @@ def write_levers(run: Path, speeds: dict[str, float], first: int = 0, **changes:
                    **{**BASE, **PULLED[name], **changes})  # fmt: skip
 
 
-SPEEDS = {"base": 1.0, "no_overlap": 0.8, "flash2": 0.8, "triton": 1.1, "symm_mem": 1.0,
+SPEEDS = {"base": 1.0, "no_overlap": 0.8, "flash2": 0.8, "triton": 1.1, "nccl": 1.0,
           "unfused": 0.5, "layers": 0.9, "cublas": 0.625}  # fmt: skip
 GAINS = [("engine.overlap", False, True, 1.25), ("attention", "flash2", "flash2_triton", 1.25),
          ("attention", "triton", "flash2_triton", 1 / 1.1),
@@ -87,8 +87,8 @@ def test_the_interval_is_welchs_of_logarithms(tmp_path: Path) -> None:
 def test_of_all_combinations_only_neighbours_are_pairs(tmp_path: Path) -> None:
     """Overlap and symmetric memory, each with and without the other."""
     run = tmp_path / "run"
-    write_levers(run, {"base": 1.0, "symm_mem": 1.2})
-    write_levers(run, {"base": 0.8, "symm_mem": 0.88}, first=2, engine__overlap=False)
+    write_levers(run, {"base": 1.2, "nccl": 1.0})
+    write_levers(run, {"base": 0.88, "nccl": 0.8}, first=2, engine__overlap=False)
     frame = summary(load(run))
     tpot = frame[frame["metric"] == "tpot"]
     found = {(r["lever"], r["beside"]): r["gain"] for _, r in tpot.iterrows()}
@@ -111,7 +111,7 @@ def test_of_all_combinations_only_neighbours_are_pairs(tmp_path: Path) -> None:
             False,
             "1 cells are faster with another value; engine.fused layers to st",
         ),
-        ({"unfused": 0.5, "symm_mem": 1.0}, True, "engine.fused none to store: 1.99 to 1.99 t"),
+        ({"unfused": 0.5, "nccl": 1.0}, True, "engine.fused none to store: 1.99 to 1.99 t"),
         ({"no_overlap": 1.3}, False, "FASTER in 0 and SLOWER in 1 of 1 cells"),
         ({"triton": 1.012}, None, "attention triton to flash2_triton: 0.9"),
     ],
@@ -141,12 +141,12 @@ def test_a_pair_that_is_not_whole_says_why(tmp_path: Path) -> None:
     write_levers(run, {"base": 1.0})
     with pytest.raises(ExperimentError, match="differ in one lever were measured .it has no such"):
         summary(load(run))
-    write_cell(run, [], index=1, status="error", reason="no P2P", **{**BASE, **PULLED["symm_mem"]})
-    with pytest.raises(ExperimentError, match=r"measured \(symm_mem: error: no P2P\); run"):
+    write_cell(run, [], index=1, status="error", reason="no P2P", **{**BASE, **PULLED["nccl"]})
+    with pytest.raises(ExperimentError, match=r"measured \(nccl: error: no P2P\); run"):
         summary(load(run))
     write_levers(run, {"layers": 1 / 1.1}, first=2)
     frame = summary(load(run))
-    assert frame[frame["lever"] == "comm"]["reason"].to_list() == ["symm_mem: error: no P2P"]
+    assert frame[frame["lever"] == "comm"]["reason"].to_list() == ["nccl: error: no P2P"]
     text = report(EXPERIMENT, run, tmp_path / "out")
     assert "engine.fused layers to store: 1.10 to 1.10 times better, FASTER in 1" in text
     assert (tmp_path / "out" / "levers.png").read_bytes()[:4] == b"\x89PNG"
@@ -167,7 +167,7 @@ def test_where_no_token_follows_the_first_its_time_decides() -> None:
 
 
 def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one rank there is no symmetric memory: its point is the base's and measured once."""
+    """With one rank nothing is reduced: its point is the base's and measured once."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     register()
     points = compose(["+experiment=levers", "model=qwen3-0.6b", "batch=1"], conf_folder())
@@ -179,4 +179,4 @@ def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.Monke
     first = [{}, {"engine.overlap": False}, {"attention": "flash2"}, {"attention": "triton"}]
     last = [{"engine.fused": "none"}, {"engine.fused": "layers"}, {"engine.linear": "torch"}]
     assert pulled[1] == [*first, {}, *last]
-    assert pulled[2] == [*first, {"comm": "symm_mem"}, *last]
+    assert pulled[2] == [*first, {"comm": "nccl"}, *last]
