@@ -1,14 +1,34 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from harness.models import with_weights
 from tests.support.checkpoints import Checkpoints
+from tests.support.numerics import logits_by_transformers
+from tests.support.once import one_at_a_time
 
 # Attention sizes of every published Qwen3 (flash-attn is often built for head_dim 128 alone).
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+THREADS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads() -> Iterator[None]:
+    """References are computed and code is compiled by a few threads, here and in the ranks that are
+    started here. torch takes all cores for each process: thirteen on 32 cores had finished no test
+    after 225 s."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, THREADS))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+            patch.setenv(name, os.environ.get(name, str(THREADS)))
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -17,32 +37,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="session")
-def qwen3_0_6b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 0.6B shape in bf16 with normals of 0.02, saved by transformers."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def qwen3_0_6b() -> Path:
+    """The 0.6B shape in bf16 with normals of 0.02, saved by transformers; of all processes."""
+    with one_at_a_time("test-weights"):
+        return with_weights({"name": "qwen3-0.6b", "path": None, "load_format": "dummy"})
 
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith("norm.weight"):
-                parameter.normal_(0.0, 0.02)
-    path = tmp_path_factory.mktemp("qwen3-0.6b")
-    model.save_pretrained(path)
-    del model
-    torch.cuda.empty_cache()
-    return path
+
+@pytest.fixture(scope="session")
+def references(qwen3_0_6b: Path) -> dict[str, torch.Tensor]:
+    """Logits [SEQUENCES, DECODES + 1, V] by transformers, from position PROMPT - 1."""
+    return logits_by_transformers(qwen3_0_6b)
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared by a file's cases: most of them compile the same code."""
+    return tmp_path_factory.mktemp("compile-cache")

@@ -9,13 +9,11 @@ import torch
 
 from engine.attention.flash4 import PAGE_MULTIPLE
 from engine.resolve import flash4_obstacle
-from tests.gpu.test_numerics import FACTOR, PROMPT, references, relative, token_ids
 from tests.support.attention import build_case
+from tests.support.numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.probe import Probe
 
 pytestmark = pytest.mark.gpu
-
-__all__ = ["references"]
 
 SPANS = {
     "decode": [(1, 1), (255, 1), (256, 1), (1030, 1)],

@@ -9,12 +9,10 @@ import torch
 
 from engine.kernels.store_kv import store_kv
 from engine.layers import RMSNorm, RotaryEmbedding, norm_and_rotate, norm_rotate_store
-from tests.gpu.test_numerics import FACTOR, PROMPT, references, relative, token_ids
+from tests.support.numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.probe import Probe
 
 pytestmark = pytest.mark.gpu
-
-__all__ = ["references"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,19 +10,10 @@ import torch
 
 from engine.kernels.linear_triton import linear_triton, tile
 from engine.layers import SiluAndMul
-from tests.gpu.test_numerics import (
-    FACTOR,
-    PROMPT,
-    compile_cache,
-    references,
-    relative,
-    token_ids,
-)
+from tests.support.numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.probe import Probe
 
 pytestmark = pytest.mark.gpu
-
-__all__ = ["compile_cache", "references"]
 
 SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (2048, 1024), (1000, 1544), (4096, 12288)]
 

@@ -12,6 +12,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.comm.base import Communicator
+from engine.comm.symmetric import ONE_SHOT
 from engine.comm.types import CollectiveObserver, ObserverContext, Phase, Site, StepInfo
 from harness.backends import create
 from harness.observers import BacklogObserver, EventObserver, Stamp, StampObserver
@@ -184,7 +185,7 @@ def test_an_engine_has_a_device_time_for_each_step(checkpoints: Checkpoints, eag
         assert buckets == (set() if eager else {1, 2, 4})
 
 
-def point(tmp_path: Path, **changes: Any) -> Results:
+def point(tmp_path: Path, compile_cache: Path, **changes: Any) -> Results:
     """A whole point of a small model with wide rows over two GPUs."""
     cfg = make_cfg(
         results_dir=str(tmp_path / "runs"), batch=4, device="cuda", page_size=None,
@@ -193,7 +194,7 @@ def point(tmp_path: Path, **changes: Any) -> Results:
         measure__max_repeats=1, engine__max_model_len=256, engine__num_pages=32, **changes,
     )  # fmt: skip
     backend = create()
-    backend.start(cfg, tmp_path / "cache")
+    backend.start(cfg, compile_cache)
     run = tmp_path / "runs" / "run"
     try:
         outcome = measure_point(backend, make_point(cfg), run / "points" / "p")
@@ -213,12 +214,21 @@ def values(results: Results, name: str, stat: str, **where: Any) -> Any:
 
 @two_gpus
 @pytest.mark.parametrize(
-    ("enforce_eager", "compile_scope"), [(False, "off"), (True, "off"), (True, "model")]
+    ("comm", "enforce_eager", "compile_scope"),
+    [
+        ("symm_mem", False, "off"),
+        ("nccl", False, "off"),
+        ("symm_mem", True, "off"),
+        ("nccl", True, "model"),
+    ],
 )
-def test_latency_agrees_with_cupti(tmp_path: Path, enforce_eager: bool, compile_scope: str) -> None:
+def test_latency_agrees_with_cupti(
+    tmp_path: Path, compile_cache: Path, comm: str, enforce_eager: bool, compile_scope: str
+) -> None:
+    """By NCCL where code is compiled: over symmetric memory a sum is a copy as well there."""
     results = point(
-        tmp_path, enforce_eager=enforce_eager, compile=compile_scope, timing="stamps",
-        instrument=["collectives", "counts", "profiler"],
+        tmp_path, compile_cache, comm=comm, enforce_eager=enforce_eager, compile=compile_scope,
+        timing="stamps", instrument=["collectives", "counts", "profiler"],
     )  # fmt: skip
     own = "backlog" if enforce_eager else "graph_timed"
     rows = results.collectives
@@ -227,6 +237,7 @@ def test_latency_agrees_with_cupti(tmp_path: Path, enforce_eager: bool, compile_
     assert len(reduces) > 57 * 20 * 2
     assert 2 < reduces["transfer_us"].median() < 60
     assert set(reduces["bytes"]) == {4 * 1024 * 2}
+    assert set(reduces["path"]) == {"nccl" if comm == "nccl" else ONE_SHOT}
     if enforce_eager:
         spans = results.collectives["span_us"]
         assert spans.median() > reduces["latency_us"].median()
@@ -249,8 +260,10 @@ def test_latency_agrees_with_cupti(tmp_path: Path, enforce_eager: bool, compile_
 
 
 @two_gpus
-def test_the_readings_cost_little_in_a_graph(tmp_path: Path) -> None:
-    results = point(tmp_path, enforce_eager=False, timing="stamps", instrument=["collectives"])
+def test_the_readings_cost_little_in_a_graph(tmp_path: Path, compile_cache: Path) -> None:
+    results = point(
+        tmp_path, compile_cache, enforce_eager=False, timing="stamps", instrument=["collectives"]
+    )
     cost = values(results, "instrument_us", "value", phase="decode", **{"pass": "graph_timed"})
     assert cost["value"].iloc[0] <= 3.0
     steps = results.steps
@@ -259,8 +272,10 @@ def test_the_readings_cost_little_in_a_graph(tmp_path: Path) -> None:
 
 
 @two_gpus
-def test_events_in_a_graph_can_be_chosen(tmp_path: Path) -> None:
-    results = point(tmp_path, enforce_eager=False, timing="events", instrument=["collectives"])
+def test_events_in_a_graph_can_be_chosen(tmp_path: Path, compile_cache: Path) -> None:
+    results = point(
+        tmp_path, compile_cache, enforce_eager=False, timing="events", instrument=["collectives"]
+    )
     rows = results.collectives
     rows = rows[(rows["mode"] == "graph") & (rows["kind"] == "all_reduce")]
     assert set(rows["source"]) == {"events"} and rows["latency_us"].notna().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_greedy_tokens_are_transformers(
-    checkpoints: Checkpoints, mode: dict[str, Any], tmp_path: Any
+    checkpoints: Checkpoints, mode: dict[str, Any], compile_cache: Path
 ) -> None:
     """In float32. Every all-reduce but none other is heard to go through symmetric memory."""
     path = checkpoints(**HEADS)
@@ -130,7 +131,7 @@ def test_greedy_tokens_are_transformers(
         "max_num_seqs": 4,
         "num_pages": 32,  # four sequences of 64 positions
         "max_num_batched_tokens": 16,
-        "cache_dir": str(tmp_path),
+        "cache_dir": str(compile_cache),
         **mode,
     }
     with LLM(path, tp=2, comm="symm_mem", **options) as llm:
