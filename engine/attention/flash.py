@@ -58,7 +58,8 @@ def chunks(
         v_cache,
         cu_seqlens_q=cu_seqlens_q[of_chunks],
         cu_seqlens_k=cu_seqlens_k[of_chunks],
-        max_seqlen_q=max_query,
+        # At 1 flash-attn takes all rows of q for chunks of one row, the decodes' too.
+        max_seqlen_q=max(2, max_query),
         max_seqlen_k=max_len,
         softmax_scale=scale,
         causal=True,

@@ -62,6 +62,14 @@ def test_decodes_of_any_number(seqs: int) -> None:
     torch.testing.assert_close(found, case.expected, **tolerance(torch.bfloat16))
 
 
+@pytest.mark.parametrize("backend", ["flash2", "flash2_triton"])
+@pytest.mark.parametrize("spans", [*SPANS.values(), [(700, 1), (33, 1), (0, 1), (0, 1)]], ids=str)
+def test_prompts_by_flash_attn(spans: list[tuple[int, int]], backend: str) -> None:
+    case = build_case(spans, 256, 16, 8, 128, torch.bfloat16).to("cuda")
+    found = case.attend(backend).double()
+    torch.testing.assert_close(found, case.expected, **tolerance(torch.bfloat16))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 7, 33, 64])
 def test_any_number_of_splits(splits: int) -> None:
     from engine.kernels.decode_triton import paged_decode
