@@ -22,7 +22,6 @@ from engine.comm.types import Phase, StepInfo
 from engine.config import ResolvedConfig
 from engine.graphs import Capture, DecodeGraphs
 from engine.kernels import Kernels, triton_builds
-from engine.kernels.linear import ROWS_BUILT
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
@@ -33,6 +32,7 @@ from engine.shape import ModelShape
 from engine.sizing import pages_that_fit
 from engine.step import StepPlan
 from engine.steplog import StepLog
+from engine.warmup import warmup_steps
 from engine.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -279,14 +279,10 @@ class Runner:
     def _warmup(self) -> float:
         """Runs each kind of forward once, on the dummy page; returns seconds."""
         begin = time.perf_counter()
-        assert self.config.num_pages is not None
-        own = ROWS_BUILT if self.config.linear == "triton" else ()
-        for tokens in (*self._execution.warmup_sizes, *own):
-            plan = StepPlan.dummy(self.config, tokens, page=self.config.num_pages)
-            self._forward(*self._buffers.fill(plan))
+        for batch, rows in warmup_steps(self.config, self._buffers, self._execution.warmup_sizes):
+            self._forward(batch, rows)
+            self.synchronize()
         self._execution.warmed_up()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter() - begin
 
 

@@ -146,6 +146,19 @@ def test_preemption_and_warm_prefixes_under_graphs(checkpoints: Checkpoints) -> 
     assert counters["preemptions"] > 0 and counters["cached_tokens"] > 0
 
 
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+def test_nothing_is_built_after_start_up(half: Path, attention: str, eager: bool) -> None:
+    """Whatever the number of sequences: with splits and without, on both sides of own products."""
+    options: dict[str, Any] = {"max_num_seqs": 80, "max_model_len": 256, "num_pages": 320}
+    with LLM(half, enforce_eager=eager, attention=attention, **options) as llm:
+        before = llm.counters()["triton_builds"]
+        for count in (1, 2, 9, 17, 33, 64, 65, 80):
+            llm.generate(sequences(count, 12), GREEDY)
+        llm.generate(sequences(5, 12), SamplingParams(temperature=0.8, seed=1, max_tokens=4))
+        assert llm.counters()["triton_builds"] == before > 0
+
+
 def test_seeded_tokens_are_those_of_eager(half: Path) -> None:
     prompts = sequences(8, 12)
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20) for i in range(8)]
