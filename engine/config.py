@@ -30,7 +30,7 @@ class EngineConfig:
         load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
         comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
             symm_mem: all-reduces over memory that the GPUs share (comm/symmetric.py), the rest and
-            what that cannot sum by NCCL.
+            what that cannot sum by NCCL; auto: that where it can be, else nccl; gloo on a CPU.
         device: auto is cuda where a GPU is visible, else cpu. cuda:2 is GPUs 2, 3, .. for ranks
             0, 1, .. (cuda is cuda:0), so that one process can put engines on different GPUs.
         enforce_eager: True: no CUDA graphs.

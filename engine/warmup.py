@@ -1,4 +1,4 @@
-"""The steps that a rank runs before it serves, so that nothing is built while one is measured."""
+"""Steps that a rank runs before it serves, so that no kernel is built later."""
 
 from __future__ import annotations
 
