@@ -26,7 +26,7 @@ from engine import LLM, SamplingParams
 from engine.comm.types import ObserverContext
 from harness.console import markdown_table
 from harness.models import resolve_model
-from harness.observers.profiler import MARK, Kernel, ProfilerObserver, _cuda_profile
+from harness.observers.profiler import MARK, Kernel, ProfilerObserver, cuda_profile
 
 PROMPT, OUTPUT = 128, 40
 
@@ -35,7 +35,7 @@ class Kept:
     """A profile that remembers its kernels."""
 
     def __init__(self) -> None:
-        self._profile = _cuda_profile()
+        self._profile = cuda_profile()
         self.start, self.stop = self._profile.start, self._profile.stop
         self.found: list[Kernel] = []
 
@@ -100,7 +100,9 @@ def main() -> int:
     batches = [int(n) for n in options.batches.split(",")]
     settings = {}
     for name, value in (setting.split("=", 1) for setting in options.settings):
-        settings[name] = json.loads(value) if re.fullmatch(r"\d+|true|false", value) else value
+        settings[name] = (
+            json.loads(value) if re.fullmatch(r"[\d.]+|true|false|null", value) else value
+        )
     model = resolve_model({"name": options.model, "path": None, "load_format": "dummy"})
     sizes = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
     with LLM(str(model), load_format="dummy", **(sizes | settings)) as llm:

@@ -152,6 +152,7 @@ def paged_decode(
         out: [S, h, D] contiguous, written.
         splits: programs that share a sequence's keys, 1 to MAX_SPLITS.
     """
+    assert out.is_contiguous() and q.stride(2) == 1
     seqs, heads, head_dim = out.shape
     tile = tile_constants(k_cache, heads, head_dim)
     block_m, warps = max(MIN_DOT, triton.next_power_of_2(tile["GROUP"])), 4

@@ -38,7 +38,7 @@ class ProfilerObserver(CollectiveObserver):
         mark: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._world = context.rank, context.world
-        self._make = profile or _cuda_profile
+        self._make = profile or cuda_profile
         self._mark = mark or _cuda_mark(context.device)
         self._profile: Any = None
         self._active = False
@@ -102,7 +102,8 @@ class ProfilerObserver(CollectiveObserver):
         self._profile.stop()
 
 
-def _cuda_profile() -> Any:
+def cuda_profile() -> Any:
+    """A profile by CUPTI: start(), stop(), and kernels() -> list[Kernel]."""
     import torch
     from torch.autograd import DeviceType
 
