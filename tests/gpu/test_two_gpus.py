@@ -50,7 +50,7 @@ def _probe_rank(rank: int, port: int, path: Path, out: Path, options: dict[str, 
         {"enforce_eager": True},
         {"enforce_eager": False},
         {"enforce_eager": False, "compile": "model"},
-        {"enforce_eager": False, "linear": "triton", "fused": "store"},
+        {"enforce_eager": False, "linear": "torch", "fused": "layers"},
     ],
     ids=str,
 )
