@@ -160,10 +160,16 @@ def flash2_obstacle(page_size: int | None, head_dim: int, dtype: str) -> str | N
     found = importlib.util.find_spec("flash_attn")
     if found is None or found.origin is None:  # flash-attn-4 alone is a folder without a module
         return "the package flash-attn is not installed; pip install flash-attn"
+    return _flash_shape_obstacle(page_size, head_dim, dtype, flash.PAGE_MULTIPLE)
+
+
+def _flash_shape_obstacle(
+    page_size: int | None, head_dim: int, dtype: str, multiple: int
+) -> str | None:
     if dtype == "float32":
         return "it has no float32 kernels; set dtype=bfloat16 or float16"
-    if page_size is not None and page_size % flash.PAGE_MULTIPLE:
-        return f"page_size={page_size}: its pages are multiples of {flash.PAGE_MULTIPLE}"
+    if page_size is not None and page_size % multiple:
+        return f"page_size={page_size}: its pages are multiples of {multiple}"
     if head_dim > 256 or head_dim % 8:
         return f"head_dim={head_dim}: it takes multiples of 8 up to 256"
     return None
@@ -185,8 +191,8 @@ def flash4_obstacle(
         )
     if capability is not None and capability[0] > 9 and head_dim > 128 and head_dim != 256:
         return f"head_dim={head_dim}: on this GPU it takes up to 128, and 256"
-    obstacle = flash2_obstacle(page_size, head_dim, dtype)
-    return None if obstacle is None else f"it decodes by flash-attn 2: {obstacle}"
+    shape = _flash_shape_obstacle(page_size, head_dim, dtype, flash4.PAGE_MULTIPLE)
+    return shape or triton_obstacle(head_dim)
 
 
 def _installed(distribution: str) -> bool:

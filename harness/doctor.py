@@ -16,7 +16,7 @@ from harness.nsys.command import NsysError, deafness, find
 OPTIONAL = {
     "triton": "own kernels, timing=stamps and compile on a GPU: pip install triton",
     "flash_attn": "attention=flash2_triton, flash2: pip install flash-attn (NVIDIA GPU)",
-    "flash_attn_4": "attention=flash4: pip install 'flash-attn-4[cu13]==4.0.0b36' too",
+    "flash_attn_4": "attention=flash4: pip install 'flash-attn-4[cu13]==4.0.0b36'",
     "nvtx": "NVTX ranges: pip install nvtx",
     "nccl": "TP over GPUs: comes with a CUDA build of torch",
     "vllm": f"backend=vllm: {PEERS['vllm'].modules['vllm']}",

@@ -1,9 +1,9 @@
-"""Prompts by flash-attn 4 (Hopper, Blackwell), decoding by flash-attn 2.
+"""Prompts by flash-attn 4 (Hopper, Blackwell), decoding by the engine's own kernel.
 
-Four prompts of 2,048 tokens ran at 516 TFLOP/s on an H200, by flash-attn 2 at 306. Only flash-attn
-2 splits K/V there: a decode of one sequence of 8,192 keys took 21 us, by flash-attn 4 102. Pages
-are as flash-attn 2 has them, multiples of 256; a page that is one tile of keys (128 at head_dim
-128) would travel by TMA, past a sequence's end too, and what stands there had to be finite.
+Four prompts of 2,048 tokens ran at 516 TFLOP/s on an H200, by flash-attn 2 at 306. It does not
+split K/V there: a decode of one sequence of 8,192 keys took 102 us, by the own kernel 17. Pages are
+multiples of 256; a page that is one tile of keys (128 at head_dim 128) would travel by TMA, past a
+sequence's end too, and what stands there had to be finite.
 
 Shapes: T rows, S sequences, h query heads, D head_dim.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention import flash
+from engine.attention import triton_paged
 
-PAGE_MULTIPLE = flash.PAGE_MULTIPLE
+PAGE_MULTIPLE = 256
 # Compute capabilities that its paged kernels are written for: 9.0, and 10.x, 11.x.
 MAJORS = (9, 10, 11)
 
@@ -30,16 +30,19 @@ def attend(
     host_meta: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """As flash.attend. Each chunk's last row sees all of its sequence's keys, the rows before it as
-    many less as they are earlier (its causal mask is aligned to the end)."""
-    from flash_attn.cute import flash_attn_varlen_func
-
+    """As flash_triton.attend. A chunk's last row sees all of its sequence's keys, the rows before it
+    as many less as they are earlier (the causal mask is aligned to the end)."""
     num_seqs, max_query, max_len, num_decodes = host_meta.tolist()
     cache = (k_cache, v_cache, block_tables, seq_lens)
     if num_decodes == num_seqs:
-        return flash.decode(q[:num_seqs], *cache, scale)
+        out = torch.empty_like(q[:num_seqs], memory_format=torch.contiguous_format)
+        triton_paged.decode(q, *cache, out, scale)
+        return out
+    from flash_attn.cute import flash_attn_varlen_func
+
     chunks = slice(num_decodes, num_seqs)
     starts = cu_seqlens_q[num_decodes : num_seqs + 1]
+    found: torch.Tensor
     found, _ = flash_attn_varlen_func(
         q[num_decodes:],
         k_cache,
@@ -55,4 +58,6 @@ def attend(
     )
     if not num_decodes:
         return found
-    return torch.cat((flash.decode(q[:num_decodes], *cache, scale), found))
+    decoded = torch.empty_like(q[:num_decodes], memory_format=torch.contiguous_format)
+    triton_paged.decode(q, *cache, decoded, scale)
+    return torch.cat((decoded, found))

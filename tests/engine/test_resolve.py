@@ -177,9 +177,9 @@ def test_flash4_that_cannot_run_is_refused(
         with pytest.raises(ConfigError, match=f"attention='flash4': {why}"):
             flash4(own, **options)
 
-    refused("it decodes by flash-attn 2: page_size=64", page_size=64)
-    refused("it decodes by flash-attn 2: it has no float32 kernels", dtype="float32")
-    refused("it decodes by flash-attn 2: head_dim=320", replace(shape, head_dim=320))
+    refused("page_size=64: its pages are multiples of 256", page_size=64)
+    refused("it has no float32 kernels", dtype="float32")
+    refused("head_dim=320", replace(shape, head_dim=320))
     capability[:] = [10, 3]
     refused("head_dim=192: on this GPU", replace(shape, head_dim=192))
     for other in ([8, 0], [12, 0]):
@@ -187,7 +187,11 @@ def test_flash4_that_cannot_run_is_refused(
         refused(f"this GPU has compute capability {other[0]}.0: it needs 9.x, 10.x, 11.x")
     capability[:] = [9, 0]
     installed.add(CUTE)
-    refused("it decodes by flash-attn 2: the package flash-attn is not installed")
+    assert flash4(shape) == ("flash4", 256)
+    with pytest.raises(ConfigError, match="attention='flash2': the package flash-attn is not inst"):
+        flash4(shape, attention="flash2")
+    installed.remove(TRITON)
+    refused("the package triton is not installed")
     installed.discard("flash-attn-4")
     refused("the package flash-attn-4 is not installed; pip install 'flash-attn-4")
     with pytest.raises(ConfigError, match="on device cpu this engine has sdpa"):
