@@ -30,8 +30,8 @@ def attend(
     host_meta: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """As flash_triton.attend. A chunk's last row sees all of its sequence's keys, the rows before it
-    as many less as they are earlier (the causal mask is aligned to the end)."""
+    """As flash_triton.attend. A chunk's last row sees all of its sequence's keys, the rows before
+    it as many less as they are earlier (the causal mask is aligned to the end)."""
     num_seqs, max_query, max_len, num_decodes = host_meta.tolist()
     cache = (k_cache, v_cache, block_tables, seq_lens)
     if num_decodes == num_seqs:
