@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config import as_written
+from harness.differences import effective, of_one_side
 from harness.figures import FIGURES
 from harness.marker import worst_status
 from harness.pass_plan import NSYS
@@ -32,16 +33,19 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One figure of one point: its settings, and B judged against A."""
+    """One figure of one point: its settings, B judged against A, and what the engines of B ran
+    otherwise (differences.effective)."""
 
     settings: dict[str, Any]
     metric: str
     judgement: Judgement
     point_a: str
     point_b: str
+    effective: tuple[str, ...]
 
     def row(self, shown: Sequence[str]) -> dict[str, Any]:
-        """The settings `shown`, then every number flat: a, b (centres), a_lo ... b_n_process."""
+        """The settings `shown`, then every number flat: a, b (centres), a_lo ... b_n_process; what
+        differs in effect is one text, empty where nothing does."""
         found = self.judgement
         row = {name: self.settings.get(name) for name in shown}
         row |= {"metric": self.metric, "unit": FIGURES[self.metric].unit}
@@ -51,6 +55,7 @@ class Cell:
                 row[f"{side}_{name}"] = None if centre is None else getattr(centre, name)
         row |= {name: getattr(found, name) for name in ("ratio", "ratio_lo", "ratio_hi", "floor")}
         row |= {"verdict": str(found.verdict), "reason": found.reason}
+        row["effective"] = "; ".join(self.effective)
         return row | {"point_a": self.point_a, "point_b": self.point_b}
 
 
@@ -121,17 +126,19 @@ def compare(
         if statuses <= {"skipped", "predicted"}:
             notes.append(f"{_named(asked, shown)}: {' and '.join(sorted(statuses))} on both sides")
             continue
+        otherwise = effective(one, other)
+        notes += [f"{_named(asked, shown)}: effective {text}" for text in otherwise]
         for metric in metrics:
             missing = one[metric].isna().all() and other[metric].isna().all()
             if missing and statuses == {"ok"}:
                 notes.append(f"{_named(asked, shown)}: {metric} is on neither side")
                 continue
             found = _judge(one, other, metric, across_machines, floor)
-            points = (str(side["point_id"].iloc[0]) for side in (one, other))
-            cells.append(Cell(asked, metric, found, *points))
+            mine, theirs = (str(side["point_id"].iloc[0]) for side in (one, other))
+            cells.append(Cell(asked, metric, found, mine, theirs, otherwise))
     if not cells:
         raise Refused(f"nothing to compare: {'; '.join(_grouped(notes))}")
-    notes = [*_unknown(a, b), *_grouped(notes)]
+    notes = [*of_one_side(a, b, HOW), *_grouped(notes)]
     return Comparison(*head, shown, tuple(cells), only_a, only_b, tuple(notes))
 
 
@@ -198,19 +205,6 @@ def by_settings(*frames: pd.DataFrame) -> list[Side]:
             {key: (kept[rows.index[0]], rows) for key, rows in frame.groupby(keys, sort=False)}
         )
     return sides
-
-
-def _unknown(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[str]:
-    """Settings that only one side knows."""
-    ours, theirs = (
-        {name: value for text in f["requested"].unique() for name, value in settings(text).items()}
-        for f in (a, b)
-    )
-    for side, mine, other in (("A", ours, theirs), ("B", theirs, ours)):
-        for name in sorted(other.keys() - mine.keys()):
-            if name.partition(".")[0] not in HOW:
-                value = as_written(other[name])
-                yield f"{side} was measured before there was {name} (here {value})"
 
 
 def _varying(settings: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -16,7 +16,7 @@ FILE = "repeats.csv"
 """Name under which a published folder holds them."""
 KEY = ["point_id", "process", "repeat"]
 _TEXT = ["status", "reason", "hardware_fingerprint", "gpu", "cpu", "git_sha", "torch_version",
-         "requested"]  # fmt: skip
+         "requested", "effective"]  # fmt: skip
 _POINT = ["run_id", *KEY, "index", *_TEXT]
 
 
@@ -43,16 +43,19 @@ METRICS: dict[str, Metric] = {
     "step_host_us": Metric("lower", "steps"),
 }
 COLUMNS = ["schema_version", *_POINT, *METRICS, "step_source", "sm_clock_mhz"]
+LATER = ("effective",)
+"""Columns that published files may lack, which were written before there were these."""
 
 
 def repeats(results: Results) -> pd.DataFrame:
     """A row a point, fresh engine and repeat, in the order of the plan, with COLUMNS; a figure that
     was not measured is null.
 
-    `requested` is the point's configuration as JSON; step_us is the slowest rank's and, like
-    step_host_us, of decode steps where there is one, else of mixed ones, else of prefill;
-    step_source says whose clock it is. On a GPU the step pass runs once an engine, so only repeat 0
-    has step_us. sm_clock_mhz is that of the table of points.
+    `requested` is the point's configuration as JSON, `effective` what its engine read back (null
+    where none came up, and in files published before there was this column); step_us is the slowest
+    rank's and, like step_host_us, of decode steps where there is one, else of mixed ones, else of
+    prefill; step_source says whose clock it is. On a GPU the step pass runs once an engine, so only
+    repeat 0 has step_us. sm_clock_mhz is that of the table of points.
     """
     frame = results.table("points", [*_POINT, "sm_clock_mhz"])
     frame.insert(0, "schema_version", SCHEMA_VERSION)
@@ -105,7 +108,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
         frame = pd.read_csv(file, dtype=types)
     except (OSError, ValueError) as error:
         raise StoreError(f"{file} is no CSV: {' '.join(str(error).split())}") from error
-    missing = [name for name in COLUMNS if name not in frame]
+    missing = [name for name in COLUMNS if name not in (*LATER, *frame)]
     if missing:
         summary = "spread" in frame and "repeat" not in frame
         what = "the summary of a run, which has no repeats" if summary else "another table"
@@ -119,7 +122,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
             f"{file}: schema version {', '.join(map(str, versions))}, this harness reads "
             f"{SCHEMA_VERSION}; read it with the version that wrote it"
         )
-    return frame[COLUMNS]
+    return frame.reindex(columns=COLUMNS)
 
 
 def _rates(results: Results) -> pd.DataFrame:

@@ -153,7 +153,7 @@ def test_a_setting_that_came_later_keeps_no_cells_apart(tmp_path: Path) -> None:
         write_cell(b, ALIKE, index=index, batch=batch, engine__later=7, measure__later=8)
     found = compared(a, b, metrics=["tpot"])
     assert verdicts(found) == [(1, "tpot", "SAME"), (2, "tpot", "SAME")]
-    assert found.notes == ("A was measured before there was engine.later (here 7)",)
+    assert found.notes == ("engine.later: no such setting in A, 7 in B",)
     write_cell(b, SLOWER, index=2, batch=2, engine__later=9)
     with pytest.raises(Refused, match="no cell is in both"):
         compared(a, b)

@@ -38,17 +38,20 @@ def write_cell(
     status: str = "ok",
     reason: str | None = None,
     machine: dict[str, Any] | None = None,
+    effective: dict[str, Any] | None = None,
     **changes: Any,
 ) -> None:
     """A point whose engines have `rates` as output tok/s of their repeats; a request's TPOT is then
     2 / rate s, and a step of two ranks lasts 1e6 / rate us on the slower one. `changes` are those
-    of fake_backend.make_cfg. Without rates the point has one row that says `status`."""
+    of fake_backend.make_cfg; `effective` is what its engines read back, nothing by default. Without
+    rates the point has one row that says `status`."""
     point_id = f"{index:012x}"
     point = make_point(make_cfg(**changes), point_id, index)
     for process, of_engine in enumerate(rates or [[]]):
         tables: dict[str, Any] = status_only_tables(
-            point, status, reason, run_id=run.name, process=process, environment=machine or MACHINE
-        )
+            point, status, reason, run_id=run.name, process=process,
+            environment=machine or MACHINE, effective=effective or {},
+        )  # fmt: skip
         if of_engine:
             one = dict(tables["points"])
             tables["points"] = {name: v * len(of_engine) for name, v in one.items()}
