@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import permutations
 from typing import Any
@@ -40,6 +40,12 @@ COMM = {"cpu": ("gloo",), "cuda": ("symm_mem", "nccl")}
 FUSED = {"cpu": ("none",), "cuda": ("store", "layers", "none")}
 LINEAR = {"cpu": ("torch",), "cuda": ("triton", "torch")}
 
+NO_TRITON = (
+    "on a GPU the engine needs the package triton, which is not installed: whatever attention, "
+    "fused and linear are, the sampler and what writes K and V to their pages are Triton kernels; "
+    "pip install triton or set device=cpu"
+)
+
 
 def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     """Replaces every `auto` and None that can be decided without loading the model.
@@ -52,6 +58,8 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
     shape.check_tp(config.tp)
     ranks_here = _ranks_here(config)
     device, first_gpu = _device(config, ranks_here)
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"device={config.device!r}: {NO_TRITON}")
     max_model_len = config.max_model_len or shape.longest_by_default
     if max_model_len > shape.longest:
         raise ConfigError(
@@ -208,8 +216,6 @@ def _capability(gpu: int) -> tuple[int, int]:
 
 def triton_obstacle(head_dim: int) -> str | None:
     """Why attention=triton cannot run on a GPU, None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed; pip install triton"
     if head_dim > triton_paged.MAX_HEAD_DIM:
         return f"head_dim={head_dim}: it takes up to {triton_paged.MAX_HEAD_DIM}"
     return None
@@ -235,16 +241,8 @@ def _comm(config: EngineConfig, device: str, first_gpu: int, dtype: str, ranks_h
     comm = _choose("comm", config.comm, COMM[device], device)
     if comm != "symm_mem":
         return comm
-    obstacle = None
-    if dtype == "float16":
-        obstacle = "its kernels sum bfloat16 and float32, not dtype=float16"
-    elif ranks_here < config.tp:
-        obstacle = (
-            f"GPUs of one machine share memory, and {ranks_here} of tp={config.tp} ranks are on "
-            "this one"
-        )
-    elif strangers := _strangers(range(first_gpu, first_gpu + config.tp)):
-        obstacle = f"GPU {strangers[0]} cannot reach the memory of GPU {strangers[1]}"
+    reach = torch.cuda.can_device_access_peer
+    obstacle = symm_mem_obstacle(dtype, config.tp, ranks_here, first_gpu, reach)
     if obstacle is None:
         return comm
     if config.comm != "auto":
@@ -253,10 +251,25 @@ def _comm(config: EngineConfig, device: str, first_gpu: int, dtype: str, ranks_h
     return "nccl"
 
 
-def _strangers(gpus: Iterable[int]) -> tuple[int, int] | None:
-    """The first two of which one cannot read the other's memory."""
-    reach = torch.cuda.can_device_access_peer
-    return next((pair for pair in permutations(gpus, 2) if not reach(*pair)), None)
+def symm_mem_obstacle(
+    dtype: str, tp: int, ranks_here: int, first_gpu: int, reach: Callable[[int, int], bool]
+) -> str | None:
+    """Why ranks cannot sum over symmetric memory, None if they can.
+
+    Args:
+        ranks_here: how many of the tp share this machine, from GPU first_gpu on.
+        reach: (one, other) -> whether GPU one can read the memory of GPU other.
+    """
+    if dtype == "float16":
+        return "its kernels sum bfloat16 and float32, not dtype=float16"
+    if ranks_here < tp:
+        return (
+            f"GPUs of one machine share memory, and {ranks_here} of tp={tp} ranks are on this one"
+        )
+    for one, other in permutations(range(first_gpu, first_gpu + tp), 2):
+        if not reach(one, other):
+            return f"GPU {one} cannot reach the memory of GPU {other}"
+    return None
 
 
 def _cores() -> int:

@@ -14,7 +14,7 @@ from harness.machine import Machine, skip_reason
 from harness.nsys.command import NsysError, deafness, find
 
 OPTIONAL = {
-    "triton": "own kernels, timing=stamps and compile on a GPU: pip install triton",
+    "triton": "the engine, timing=stamps and compile on a GPU: pip install triton",
     "flash_attn": "attention=flash2_triton, flash2: pip install flash-attn (NVIDIA GPU)",
     "flash_attn_4": "attention=flash4: pip install 'flash-attn-4[cu13]==4.0.0b36'",
     "nvtx": "NVTX ranges: pip install nvtx",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -47,10 +46,12 @@ class Machine:
         gpus: visible CUDA devices; under torchrun one for each of its processes.
         cores: cores that this process may use.
         cxx: path of the C++ compiler that torch.compile would call on a CPU, None without one.
-        packages: versions of the optional packages that are installed (triton); and the modules
-            that other engines need and that can be imported, without a version.
+        packages: what can be imported of triton and of the modules that other engines need.
         processes: that torchrun has started, on this machine and others, a rank each; 0: it did not
             start this one, and ranks are processes of this machine.
+        processes_here: those of them on this machine.
+        strangers: pairs of GPUs, numbered as CUDA does, of which the first is known not to reach
+            the memory of the second.
         flash2, flash4: (page_size, head_dim, dtype) -> why that backend cannot run, None if it can.
     """
 
@@ -59,6 +60,8 @@ class Machine:
     cxx: str | None
     packages: dict[str, str]
     processes: int = 0
+    processes_here: int = 0
+    strangers: frozenset[tuple[int, int]] = frozenset()
     flash2: Callable[[int | None, int, str], str | None] = engine_flash2
     flash4: Callable[[int | None, int, str], str | None] = engine_flash4
 
@@ -67,6 +70,7 @@ class Machine:
         """Reads this machine without creating a CUDA context."""
         import torch
 
+        from harness import nvml
         from harness.hardware import cpu_cores
 
         gpus, processes = torch.cuda.device_count(), torchrun_processes()
@@ -74,14 +78,20 @@ class Machine:
             gpus=processes or gpus if gpus else 0,
             cores=cpu_cores(),
             cxx=find_cxx(),
-            packages=installed("triton") | importable(*MODULES),
+            packages=importable("triton", *MODULES),
             processes=processes,
+            processes_here=int(os.environ["LOCAL_WORLD_SIZE"]) if processes else 0,
+            strangers=nvml.strangers() if gpus else frozenset(),
         )
 
     @property
     def device(self) -> str:
         """What device=auto is here."""
         return "cuda" if self.gpus else "cpu"
+
+    def reach(self, one: int, other: int) -> bool:
+        """Whether GPU one can read the memory of GPU other, for all that is known."""
+        return (one, other) not in self.strangers
 
 
 def torchrun_processes() -> int:
@@ -93,17 +103,6 @@ def find_cxx() -> str | None:
     """The compiler that Inductor takes: $CXX, else g++ (clang++ on macOS)."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX") or default)
-
-
-def installed(*names: str) -> dict[str, str]:
-    """Versions of the distributions that are installed; the others are left out."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def importable(*modules: str) -> dict[str, str]:
@@ -121,11 +120,11 @@ def skip_reason(
     if cfg["backend"] != "native":
         reason = abilities.skip_reason(cfg, machine.gpus, machine.packages, shape)
         return _device(cfg, machine) if reason is None else reason
-    for check in (_device, _graphs, _compile, _comm, _own_kernels, _timing):
+    for check in (_device, _triton, _graphs, _compile, _own_kernels, _timing):
         reason = check(cfg, machine)
         if reason is not None:
             return reason
-    return _attention(cfg, machine, shape)
+    return _comm(cfg, machine, shape) or _attention(cfg, machine, shape)
 
 
 def _no_gpu(what: str, cfg: dict[str, Any], machine: Machine) -> str | None:
@@ -145,6 +144,12 @@ def _device(cfg: dict[str, Any], machine: Machine) -> str | None:
     return None
 
 
+def _triton(cfg: dict[str, Any], machine: Machine) -> str | None:
+    from engine.resolve import NO_TRITON
+
+    return NO_TRITON if cfg["device"] == "cuda" and "triton" not in machine.packages else None
+
+
 def _graphs(cfg: dict[str, Any], machine: Machine) -> str | None:
     return None if cfg["enforce_eager"] else _no_gpu("CUDA graphs need", cfg, machine)
 
@@ -156,35 +161,45 @@ def _compile(cfg: dict[str, Any], machine: Machine) -> str | None:
         wanted = os.environ.get("CXX")
         found = f"CXX={wanted} is no program" if wanted else "none found"
         return f"compile={cfg['compile']} needs a C++ compiler; {found} (install g++ or set CXX)"
-    if cfg["device"] == "cuda" and "triton" not in machine.packages:
-        return f"compile={cfg['compile']} on a GPU needs the package triton; not installed"
     return None
 
 
 def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) -> str | None:
-    from engine.resolve import ATTENTION
+    from engine.resolve import ATTENTION, triton_obstacle
 
     reason = _not_in_engine("attention", cfg, machine, ATTENTION)
-    own = cfg["attention"] in ("triton", "flash2_triton")
-    if reason is None and own and "triton" not in machine.packages:
-        return f"attention={cfg['attention']} needs the package triton; not installed"
     flash2, flash4 = machine.flash2, machine.flash4
-    by_name = {"flash2": flash2, "flash2_triton": flash2, "flash4": flash4}
+    by_name = {
+        "flash2": flash2,
+        "flash2_triton": flash2,
+        "flash4": flash4,
+        "triton": lambda page_size, head_dim, dtype: triton_obstacle(head_dim),
+    }
     asked = by_name.get(cfg["attention"])
     if reason is not None or asked is None:
         return reason
-    dtype = cfg.get("dtype", "auto")
-    if dtype == "auto":
-        dtype = DTYPE if shape is None else shape.dtype
     head_dim = HEAD_DIM if shape is None else shape.head_dim
-    obstacle = asked(cfg.get("page_size"), head_dim, dtype)
+    obstacle = asked(cfg.get("page_size"), head_dim, _dtype(cfg, shape))
     return None if obstacle is None else f"attention={cfg['attention']}: {obstacle}"
 
 
-def _comm(cfg: dict[str, Any], machine: Machine) -> str | None:
-    from engine.resolve import COMM
+def _comm(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) -> str | None:
+    from engine.resolve import COMM, symm_mem_obstacle
 
-    return _not_in_engine("comm", cfg, machine, COMM)
+    reason = _not_in_engine("comm", cfg, machine, COMM)
+    tp = cfg["tp"]
+    if reason is not None or cfg["comm"] != "symm_mem" or tp == 1:
+        return reason
+    here = min(tp, machine.processes_here) if machine.processes else tp
+    obstacle = symm_mem_obstacle(_dtype(cfg, shape), tp, here, 0, machine.reach)
+    return None if obstacle is None else f"comm=symm_mem: {obstacle}; set comm=nccl"
+
+
+def _dtype(cfg: dict[str, Any], shape: ModelShape | None) -> str:
+    dtype: str = cfg.get("dtype", "auto")
+    if dtype != "auto":
+        return dtype
+    return DTYPE if shape is None else shape.dtype
 
 
 def _own_kernels(cfg: dict[str, Any], machine: Machine) -> str | None:
@@ -202,10 +217,7 @@ def _timing(cfg: dict[str, Any], machine: Machine) -> str | None:
     timing = cfg["timing"]
     if timing in ("auto", "host") or "collectives" not in cfg.get("instrument", ("collectives",)):
         return None
-    reason = _no_gpu(f"timing={timing} needs", cfg, machine)
-    if reason is None and "triton" not in machine.packages:
-        reason = f"timing={timing} needs the package triton; not installed"
-    return reason
+    return _no_gpu(f"timing={timing} needs", cfg, machine)
 
 
 def _not_in_engine(

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,6 +78,21 @@ class Gpus:
                 found.append(None)
         return found
 
+    def strangers(self) -> frozenset[tuple[int, int]]:
+        """Pairs of GPUs, by their place among the visible ones, of which the first cannot read the
+        second's memory; pairs of which NVML cannot tell are left out."""
+        handles = enumerate(self._handles.values())
+        pairs = permutations(handles, 2)
+        return frozenset((a, b) for (a, one), (b, other) in pairs if self._apart(one, other))
+
+    def _apart(self, one: Any, other: Any) -> bool:
+        nvml = self._nvml
+        try:
+            status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+        except nvml.NVMLError:
+            return False
+        return status not in (nvml.NVML_P2P_STATUS_OK, nvml.NVML_P2P_STATUS_UNKNOWN)
+
     def _rows(self, when: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
         rows = []
         for device, handle in self._handles.items():
@@ -96,6 +112,12 @@ def used_bytes(count: int) -> list[int | None]:
     with Gpus() as gpus:
         found = gpus.used_bytes()[:count]
     return [*found, *[None] * (count - len(found))]
+
+
+def strangers() -> frozenset[tuple[int, int]]:
+    """Gpus.strangers() of this machine; creates no CUDA context."""
+    with Gpus() as gpus:
+        return gpus.strangers()
 
 
 def _processes(nvml: Any, handle: Any) -> list[int]:

@@ -69,6 +69,11 @@ def obstacle(name: str, machine: Machine) -> str | None:
         return "it is of a CUDA device; none visible" if stamped and "/" not in name else None
     if stamped and "triton" not in machine.packages:
         return "timestamp kernels need the package triton; not installed"
+    if "/symm_mem/" in name:
+        from engine.resolve import symm_mem_obstacle
+
+        world = Curve.named(name).world
+        return symm_mem_obstacle(DTYPE["cuda"], world, world, 0, machine.reach)
     return None
 
 

@@ -54,7 +54,6 @@ def installed(monkeypatch: pytest.MonkeyPatch, shape: ModelShape) -> set[str]:
         ({FLASH, TRITON}, "float32", None, ("triton", 64)),
         ({TRITON}, "bfloat16", None, ("triton", 64)),
         ({TRITON}, "bfloat16", 3, ("triton", 3)),
-        (set(), "bfloat16", None, ("sdpa", 16)),
     ],
 )
 def test_auto_is_the_first_that_can_run(
@@ -73,9 +72,9 @@ def test_auto_is_the_first_that_can_run(
 def test_what_auto_passes_over_is_logged(
     installed: set[str], shape: ModelShape, caplog: pytest.LogCaptureFixture
 ) -> None:
-    installed.clear()
+    installed.remove(FLASH)
     with caplog.at_level(logging.INFO, "engine.resolve"):
-        resolve(EngineConfig(model="", dtype="bfloat16"), shape)
+        resolve(EngineConfig(model="", dtype="bfloat16"), replace(shape, head_dim=320))
     passed_over = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert passed_over == [
         *(
@@ -83,8 +82,7 @@ def test_what_auto_passes_over_is_logged(
             "pip install flash-attn"
             for other in ("flash2_triton", "flash2")
         ),
-        "attention=auto takes sdpa, not triton: the package triton is not installed; "
-        "pip install triton",
+        "attention=auto takes sdpa, not triton: head_dim=320: it takes up to 256",
     ]
     assert "attention=sdpa" in caplog.records[-1].message
 
@@ -109,9 +107,23 @@ def test_a_chosen_backend_that_cannot_run_is_refused(
         resolve(EngineConfig(model="", attention="triton"), large)
     with pytest.raises(ConfigError, match="attention='flash2': page_size=64: its pages are mult"):
         resolve(EngineConfig(model="", dtype="bfloat16", attention="flash2", page_size=64), shape)
-    installed.clear()
-    with pytest.raises(ConfigError, match="attention='triton': the package triton is not inst"):
-        resolve(EngineConfig(model="", attention="triton"), shape)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "triton"])
+def test_a_gpu_without_triton_is_refused_whatever_is_asked(
+    installed: set[str], shape: ModelShape, attention: str
+) -> None:
+    installed.remove(TRITON)
+    asked: dict[str, Any] = {"fused": "none", "linear": "torch", "attention": attention}
+    with pytest.raises(ConfigError) as refused:
+        resolve(EngineConfig(model="", **asked), shape)
+    assert str(refused.value) == (
+        "device='auto': on a GPU the engine needs the package triton, which is not installed: "
+        "whatever attention, fused and linear are, the sampler and what writes K and V to their "
+        "pages are Triton kernels; pip install triton or set device=cpu"
+    )
+    on_cpu = resolve(EngineConfig(model="", device="cpu", enforce_eager=True), shape)
+    assert (on_cpu.fused, on_cpu.linear) == ("none", "torch")
 
 
 def test_symmetric_memory_is_for_gpus_that_reach_each_other(
@@ -129,20 +141,26 @@ def test_symmetric_memory_is_for_gpus_that_reach_each_other(
 
     assert [comm("auto"), comm("symm_mem"), comm("nccl")] == ["symm_mem", "symm_mem", "nccl"]
     assert comm("symm_mem", tp=1) == "solo"
-    with pytest.raises(ConfigError, match="comm='symm_mem': its kernels sum bfloat16 and float32"):
-        comm("symm_mem", "float16")
+
+    def refused(dtype: str = "bfloat16") -> str:
+        with pytest.raises(ConfigError) as error:
+            comm("symm_mem", dtype)
+        return str(error.value)
+
+    assert refused("float16") == (
+        "comm='symm_mem': its kernels sum bfloat16 and float32, not dtype=float16; set comm=nccl"
+    )
     assert comm("auto", "float16") == "nccl"
     apart.append((1, 0))
-    with pytest.raises(ConfigError, match="GPU 1 cannot reach the memory of GPU 0; set comm=nccl"):
-        comm("symm_mem")
+    assert refused() == ("comm='symm_mem': GPU 1 cannot reach the memory of GPU 0; set comm=nccl")
     assert comm("auto") == "nccl"
     assert "comm=auto takes nccl, not symm_mem: GPU 1 cannot" in caplog.text
     monkeypatch.setattr(resolve_module, "_ranks_here", lambda config: 1)
     assert comm("nccl") == comm("auto") == "nccl"
-    with pytest.raises(
-        ConfigError, match="comm='symm_mem': GPUs of one machine .* 1 of tp=2 ranks"
-    ):
-        comm("symm_mem")
+    assert refused() == (
+        "comm='symm_mem': GPUs of one machine share memory, and 1 of tp=2 ranks are on this one; "
+        "set comm=nccl"
+    )
     with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has symm_mem, "):
         comm("gloo")
 
@@ -190,8 +208,6 @@ def test_flash4_that_cannot_run_is_refused(
     assert flash4(shape) == ("flash4", 256)
     with pytest.raises(ConfigError, match="attention='flash2': the package flash-attn is not inst"):
         flash4(shape, attention="flash2")
-    installed.remove(TRITON)
-    refused("the package triton is not installed")
     installed.discard("flash-attn-4")
     refused("the package flash-attn-4 is not installed; pip install 'flash-attn-4")
     with pytest.raises(ConfigError, match="on device cpu this engine has sdpa"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,12 @@ def test_what_a_machine_cannot_measure_has_a_reason() -> None:
     assert [obstacle(name, gpus) for name in names] == [None] * 4
     found = [obstacle(name, CPU) for name in names]
     assert found[0] is found[2] is None and "CUDA device" in str(found[1]) + str(found[3])
+    apart = replace(gpus, strangers=frozenset({(2, 3)}))
+    over = [f"all_reduce/{path}/eager" for path in ("symm_mem/2", "symm_mem/4", "nccl/4")]
+    assert [obstacle(name, gpus) for name in over] == [None] * 3
+    assert [obstacle(name, apart) for name in over] == [
+        None, "GPU 2 cannot reach the memory of GPU 3", None
+    ]  # fmt: skip
     bare = Machine(gpus=4, cores=2, cxx=None, packages={})
     assert [obstacle(name, bare) is None for name in names] == [True, False, False, False]
 

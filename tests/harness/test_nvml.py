@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import gpu_state, window
+from harness import gpu_state, hardware, window
 from harness.figure_rows import FigureRows
 from harness.metrics import energy_figure
-from harness.nvml import Gpus, Sampler, session_of, used_bytes
+from harness.nvml import Gpus, Sampler, session_of, strangers, used_bytes
 from harness.telemetry import read
 from harness.window import Window
 from tests.support.fake_nvml import FakeNvml, install, reading
@@ -60,6 +60,19 @@ def test_memory_in_use_is_read_of_an_engines_gpus(monkeypatch: pytest.MonkeyPatc
     nvml = install(monkeypatch, reading(used=5), reading(used=FakeNvml.NVMLError("lost")))
     assert used_bytes(1) == [5] and used_bytes(2) == [5, None] and used_bytes(3) == [5, None, None]
     assert nvml.opened == 0
+
+
+def test_gpus_that_cannot_read_each_others_memory_are_named_where_nvml_can_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = install(monkeypatch, reading(p2p=[0, 0, 5]), reading(p2p=[3, 0, 6]),
+                   reading(p2p=FakeNvml.NVMLError("Not Supported")))  # fmt: skip
+    assert strangers() == {(0, 2), (1, 0)}
+    # CUDA counts the GPUs that it sees, whatever NVML calls them.
+    monkeypatch.setattr(hardware, "gpus", lambda: ({"index": 2}, {"index": 1}, {"index": 0}))
+    assert strangers() == {(2, 0), (1, 2)}
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    assert strangers() == frozenset() and nvml.opened == 0
 
 
 def test_a_sampler_reads_while_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,31 +16,12 @@ from harness.__main__ import conf_folder
 from harness.config import AXES, SettingsError, register
 from harness.fingerprint import checkpoint
 from harness.launcher import compose
-from harness.machine import Machine, engine_flash4, skip_reason
+from harness.machine import Machine
 from harness.plan import resolve
 from tests.support.plans import CPU, SURROUNDINGS, config, plan, sweep
 
 AXIS_LISTS = {"tp": [1, 2], "batch": [1, 4, 16], "compile": ["off", "model"]}
 TP_SWEEP = {**AXIS_LISTS, "enforce_eager": [True, False]}
-
-
-def flash2(page_size: int | None, head_dim: int, dtype: str) -> str | None:
-    """A machine whose flash-attn takes pages of 256 tokens and no float32."""
-    if dtype == "float32":
-        return NO_FLOAT
-    return f"page_size={page_size}" if (page_size or 256) % 256 else None
-
-
-def no_flash4(page_size: int | None, head_dim: int, dtype: str) -> str | None:
-    return "not installed"
-
-
-GPUS = Machine(
-    gpus=4, cores=32, cxx=None, packages={"triton": "3.6"}, flash2=flash2, flash4=no_flash4
-)
-NO_FLASH = Machine(gpus=4, cores=32, cxx=None, packages={}, flash2=lambda *_: "not installed")
-NO_FLOAT = "it has no float32 kernels"
-OTHERS = "is not in this version of the engine, which has"
 
 
 def engine_runs(points: Any) -> list[str]:
@@ -180,87 +161,6 @@ def test_axes_name_a_point() -> None:
     assert point.axes["enforce_eager"] is True
 
 
-SKIPPED = [
-    (CPU, {"enforce_eager": False}, "CUDA graphs need a CUDA device; none visible"),
-    (
-        Machine(gpus=0, cores=2, cxx=None, packages={}),
-        {"compile": "model"},
-        "compile=model needs a C++ compiler; none found (install g++ or set CXX)",
-    ),
-    (CPU, {"compile": "model"}, None),
-    (CPU, {"tp": 8}, None),
-    (CPU, {"attention": "sdpa", "comm": "gloo"}, None),
-    (CPU, {"attention": "flash2"}, "attention=flash2 needs a CUDA device; none visible"),
-    (CPU, {"attention": "triton"}, "attention=triton needs a CUDA device; none visible"),
-    (CPU, {"comm": "nccl"}, "comm=nccl needs a CUDA device; none visible"),
-    (CPU, {"timing": "events"}, "timing=events needs a CUDA device; none visible"),
-    (CPU, {"device": "cuda"}, "needs 1 GPU, 0 visible"),
-    (GPUS, {"tp": 4}, None),
-    (GPUS, {"tp": 8}, "needs 8 GPUs, 4 visible"),
-    (GPUS, {"enforce_eager": False}, None),
-    (GPUS, {"tp": 8, "device": "cpu"}, None),
-    (GPUS, {"enforce_eager": False, "device": "cpu"}, "CUDA graphs need a CUDA device; device=cpu"),
-    (GPUS, {"compile": "model"}, None),
-    (
-        Machine(gpus=1, cores=2, cxx="/usr/bin/g++", packages={}),
-        {"compile": "model"},
-        "compile=model on a GPU needs the package triton; not installed",
-    ),
-    (GPUS, {"attention": "flash2"}, None),
-    (GPUS, {"attention": "flash2", "page_size": 16}, "attention=flash2: page_size=16"),
-    (GPUS, {"attention": "flash2", "dtype": "float32"}, f"attention=flash2: {NO_FLOAT}"),
-    (NO_FLASH, {"attention": "flash2"}, "attention=flash2: not installed"),
-    (GPUS, {"attention": "flash4"}, "attention=flash4: not installed"),
-    (replace(GPUS, flash4=flash2), {"attention": "flash4"}, None),
-    (CPU, {"attention": "flash4"}, "attention=flash4 needs a CUDA device; none visible"),
-    (GPUS, {"attention": "triton", "page_size": 1, "dtype": "float32"}, None),
-    (
-        NO_FLASH,
-        {"attention": "triton"},
-        "attention=triton needs the package triton; not installed",
-    ),
-    (GPUS, {"comm": "symm_mem"}, None),
-    (GPUS, {"engine__fused": "store"}, None),
-    (CPU, {"engine__fused": "none"}, None),
-    (CPU, {"engine__fused": "store"}, "engine.fused=store needs a CUDA device; none visible"),
-    (GPUS, {"comm": "gloo"}, f"comm=gloo {OTHERS} symm_mem, nccl on cuda"),
-    (GPUS, {"comm": "nccl"}, None),
-    (GPUS, {"timing": "events"}, None),
-    (NO_FLASH, {"timing": "stamps"}, "timing=stamps needs the package triton; not installed"),
-]
-
-
-@pytest.mark.parametrize(("machine", "settings", "reason"), SKIPPED)
-def test_what_cannot_run_says_why(
-    machine: Machine, settings: dict[str, Any], reason: str | None
-) -> None:
-    found = skip_reason(resolve(config(**{"timing": "host", **settings}), machine), machine)
-    assert found == reason
-
-
-def test_flash4_asks_for_the_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which NVML tells without a CUDA context."""
-    from engine import resolve as of_engine
-    from harness import hardware
-
-    monkeypatch.setattr(of_engine, "_installed", lambda name: True)
-    monkeypatch.setattr(of_engine, "flash2_obstacle", lambda *_: None)
-    machine = replace(GPUS, flash4=engine_flash4)
-    settings = resolve(config(attention="flash4", timing="host"), machine)
-    for capability, reason in (("9.0", None), ("12.1", "this GPU has compute capability 12.1")):
-        monkeypatch.setattr(hardware, "gpus", lambda c=capability: ({"capability": c},))
-        found = skip_reason(settings, machine)
-        assert found is None if reason is None else reason in str(found)
-
-
-def test_flash2_is_asked_about_the_models_own_shape() -> None:
-    assert plan([config(attention="flash2", dtype="auto")], GPUS).points[0].skip == (
-        "attention=flash2: it has no float32 kernels"  # SHAPE's weights are float32
-    )
-    points = plan([config(attention="flash2", dtype="bfloat16")], GPUS).points
-    assert points[0].skip is None
-
-
 def test_a_tp_size_that_the_model_cannot_take_is_an_error_and_no_skipped_row() -> None:
     with pytest.raises(ConfigError, match=r"tp=3: 16 query heads.*\{1, 2, 4, 8, 16\}"):
         plan(sweep(tp=[1, 3]))
@@ -284,7 +184,7 @@ def test_auto_becomes_what_the_machine_has() -> None:
         "cpu",
         {"name": "tiny", "path": None, "load_format": "auto"},
     )
-    there = resolve(config(), GPUS)
+    there = resolve(config(), replace(CPU, gpus=4))
     assert (there["device"], there["model"]) == (
         "cuda",
         {"name": "qwen3-0.6b", "path": None, "load_format": "dummy"},

@@ -13,10 +13,13 @@ from harness import hardware
 
 class FakeNvml:
     """GPUs whose readings are what `values` says, by GPU: sm, memory (MHz), mw, c, bits, mj, pids,
-    used (bytes).
+    used (bytes), p2p (status of reading each GPU's memory, 0: can).
     A value that is an exception is raised; `opened` counts what was not shut down."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    NVML_P2P_CAPS_INDEX_READ = 0
+    NVML_P2P_STATUS_OK, NVML_P2P_STATUS_UNKNOWN = 0, 6
 
     class NVMLError(Exception):
         pass
@@ -66,6 +69,10 @@ class FakeNvml:
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> Any:
         return self._get(handle, "mj")
 
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, kind: int) -> Any:
+        assert kind == self.NVML_P2P_CAPS_INDEX_READ
+        return self._get(one, "p2p")[other]
+
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
         return [SimpleNamespace(pid=pid) for pid in self._get(handle, "pids")]
 
@@ -73,7 +80,7 @@ class FakeNvml:
 def reading(**changes: Any) -> dict[str, Any]:
     """Readings of one GPU."""
     base = {"sm": 1980, "memory": 3201, "mw": 300_000, "c": 40, "bits": 0, "mj": 5_000, "pids": [],
-            "used": 1 << 30}  # fmt: skip
+            "used": 1 << 30, "p2p": [0] * 8}  # fmt: skip
     return {**base, **changes}
 
 
