@@ -175,7 +175,7 @@ def test_sizes_hold_the_payloads_of_published_models() -> None:
 def test_the_plan_names_every_kind_and_mode_of_a_world() -> None:
     machine = Machine(gpus=2, cores=2, cxx=None, packages={"triton": "3"})
     names = plan(machine, [2])
-    assert names == [f"{k}/{path}/2/{m}" for path in ("nccl", "symm_mem")
+    assert names == [f"{k}/{path}/2/{m}" for path in ("symm_mem", "nccl")
                      for k in ("all_reduce", "gather", "broadcast")
                      for m in ("eager", "graph")]  # fmt: skip
     assert [Curve.named(name).name for name in names] == names
