@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -77,8 +78,10 @@ def gpus() -> tuple[dict[str, Any], ...]:
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
         found = []
-        for index in visible_gpus(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        for index in visible_gpus(uuids):
+            handle = handles[index]
             capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             found.append(
                 {
@@ -94,17 +97,20 @@ def gpus() -> tuple[dict[str, Any], ...]:
         pynvml.nvmlShutdown()
 
 
-def visible_gpus(count: int, value: str | None = None) -> list[int]:
-    """Indices that CUDA_VISIBLE_DEVICES leaves of `count` GPUs. UUIDs and MIG names are counted in
-    their order, since NVML's index of them is not needed to know what the machine has."""
+def visible_gpus(uuids: Sequence[str], value: str | None = None) -> list[int]:
+    """NVML's indices of the GPUs that CUDA_VISIBLE_DEVICES leaves of those with `uuids`, which it
+    may give or begin. MIG names are counted in their order: NVML has no index of them."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES") if value is None else value
     if text is None:
-        return list(range(count))
+        return list(range(len(uuids)))
     chosen: list[int] = []
     for place, part in enumerate(filter(None, (p.strip() for p in text.split(",")))):
-        index = int(part) if part.lstrip("-").isdigit() else place
-        if not 0 <= index < count:
-            break  # CUDA ignores everything after the first index that is not valid
+        if part.startswith("GPU-"):
+            index = next((i for i, uuid in enumerate(uuids) if uuid.startswith(part)), -1)
+        else:
+            index = int(part) if part.lstrip("-").isdigit() else place
+        if not 0 <= index < len(uuids):
+            break  # CUDA ignores everything after the first that is not valid
         chosen.append(index)
     return chosen
 

@@ -79,11 +79,13 @@ def test_the_fingerprint_is_of_the_machine_alone() -> None:
         ("2,0", [2, 0]),
         ("1,-1,0", [1]),
         ("0,9,1", [0]),
-        ("GPU-abc,GPU-d", [0, 1]),
+        ("GPU-d,GPU-abc", [3, 1]),
+        ("GPU-d,GPU-none,0", [3]),
+        ("MIG-abc,MIG-d", [0, 1]),
     ],
 )
 def test_visible_gpus_as_cuda_counts_them(value: str, wanted: list[int]) -> None:
-    assert hardware.visible_gpus(4, value) == wanted
+    assert hardware.visible_gpus(["GPU-aa", "GPU-abcd", "GPU-c", "GPU-d"], value) == wanted
 
 
 def test_telemetry_rows_have_a_value_or_a_reason() -> None:
