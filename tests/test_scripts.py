@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
 import pytest
 
+from harness.cells import compare
 from harness.repeats import read
 from tests.support.made_runs import noisy, write_cell
 
@@ -25,9 +27,9 @@ def check() -> ModuleType:
     return module
 
 
-def run(tmp_path: Path, seed: int, centre: float = 100.0) -> pd.DataFrame:
+def run(tmp_path: Path, seed: int, centre: float = 100.0, spread: float = 0.004) -> pd.DataFrame:
     folder = tmp_path / f"run-{seed}"
-    rates = noisy(5, 6, between=0.004, within=0.01, seed=seed, centre=centre)
+    rates = noisy(5, 6, between=spread, within=0.01, seed=seed, centre=centre)
     write_cell(folder, rates)
     return read(folder)
 
@@ -36,7 +38,12 @@ def run(tmp_path: Path, seed: int, centre: float = 100.0) -> pd.DataFrame:
     ("centres", "content", "said"),
     [
         ([100, 100, 100, 90], True, "0 of 2 A/A comparisons raised an alarm; their cells: 6 SAME"),
-        ([100, 100, 100, 100], False, "was not found"),
+        (
+            [100, 100, 100, 90],
+            True,
+            "was found in 1 of 1 comparisons whose floor was at most 7%, of 1",
+        ),
+        ([100, 100, 100, 100], False, "was found in 0 of 1 comparisons"),
         ([100, 90, 90, 81], False, "1 of 2 A/A comparisons raised an alarm; their cells: 4 SAME"),
     ],
 )
@@ -46,13 +53,35 @@ def test_alarms_and_the_planted_delay_are_counted(
     frames = [run(tmp_path, seed, centre) for seed, centre in enumerate(centres)]
     for frame in frames:
         frame["step_us"] = 50.0  # the delay stands after the step
-    text, as_it_must_be = check.judged(frames, 5)
+    *alike, planted = [compare(a, b) for a, b in pairwise(frames)]
+    text, as_it_must_be = check.judged(alike, [planted], 5)
     assert as_it_must_be is content
     assert said in text
     rows = [line for line in text.splitlines() if line.startswith(("| A/A", "| planted"))]
     assert [row.split(" | ")[0][2:] for row in rows] == (
-        ["A/A 1"] * 3 + ["A/A 2"] * 3 + ["planted"] * 3
+        ["A/A 1"] * 3 + ["A/A 2"] * 3 + ["planted 1"] * 3
     )
+
+
+@pytest.mark.parametrize(
+    ("quiet", "content", "said"),
+    [
+        (True, True, "was found in 1 of 1 comparisons whose floor was at most 7%, of 2 made"),
+        (False, False, "was found in 0 of 0 comparisons whose floor was at most 7%, of 2 made"),
+    ],
+)
+def test_a_noisy_comparison_proves_nothing(
+    check: ModuleType, tmp_path: Path, quiet: bool, content: bool, said: str
+) -> None:
+    """Engines that differ by a fifth hide a tenth; another try may be quieter."""
+    alike = [compare(run(tmp_path, 0), run(tmp_path, 1))]
+    noisy_one = compare(run(tmp_path, 2, spread=0.2), run(tmp_path, 3, 90.0, spread=0.2))
+    spread = 0.004 if quiet else 0.2
+    other = compare(run(tmp_path, 4, spread=spread), run(tmp_path, 5, 90.0, spread=spread))
+    assert [check.can_tell(one) for one in (noisy_one, other)] == [False, quiet]
+    text, as_it_must_be = check.judged(alike, [noisy_one, other], 5)
+    assert as_it_must_be is content
+    assert said in text
 
 
 def test_the_planted_backend_is_made_as_a_session_makes_it(
