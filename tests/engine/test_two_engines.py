@@ -251,6 +251,7 @@ def test_an_engine_takes_gpus_from_the_one_it_is_given(
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.device_count", return_value=4),
+        mock.patch("torch.cuda.can_device_access_peer", return_value=True),
     ):
         resolved = resolve(config, ModelShape.from_hf(path))
     assert (resolved.device, resolved.first_gpu) == expected
