@@ -34,10 +34,10 @@ def attend(
     it as many less as they are earlier (the causal mask is aligned to the end)."""
     num_seqs, max_query, max_len, num_decodes = host_meta.tolist()
     cache = (k_cache, v_cache, block_tables, seq_lens)
+    decoded = torch.empty_like(q[:num_decodes], memory_format=torch.contiguous_format)
+    triton_paged.decode(q, *cache, decoded, scale)
     if num_decodes == num_seqs:
-        out = torch.empty_like(q[:num_seqs], memory_format=torch.contiguous_format)
-        triton_paged.decode(q, *cache, out, scale)
-        return out
+        return decoded
     from flash_attn.cute import flash_attn_varlen_func
 
     chunks = slice(num_decodes, num_seqs)
@@ -56,8 +56,4 @@ def attend(
         softmax_scale=scale,
         causal=True,
     )
-    if not num_decodes:
-        return found
-    decoded = torch.empty_like(q[:num_decodes], memory_format=torch.contiguous_format)
-    triton_paged.decode(q, *cache, decoded, scale)
-    return torch.cat((decoded, found))
+    return torch.cat((decoded, found)) if num_decodes else found

@@ -3,8 +3,9 @@
 Measured on an H200 in CUDA graphs, pages of 256, 16 or 32 query and 8 K/V heads, flash-attn 2
 against the own kernel: one sequence of 144 to 2,048 keys 16 to 18 us against 5 to 9 (its second
 kernel, which combines splits, takes 9 us in a step whatever the lengths), 16 of 1,024 keys 36
-against 21, 256 of 144 keys 73 against 47, 256 of 1,024 keys 267 against 245. At 2,048 keys and more
-and 32 sequences and more the two are within 5 % of what reading K and V takes.
+against 21, 256 of 144 keys 73 against 47, 256 of 1,024 keys 267 against 245. At 8,192 keys
+flash-attn 2 was 12 and 17 % ahead at 16 and 32 sequences, which were split in 4 and 2 then and are
+not split now (not measured); a captured graph does not know the length.
 
 Shapes: T rows, S sequences, h query heads, D head_dim.
 """

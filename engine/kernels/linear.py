@@ -15,9 +15,9 @@ MAX_ROWS = 64
 """Above it arithmetic begins to count, and cuBLAS's larger tiles win."""
 FEW_ROWS, MANY_COLUMNS = 16, 4096
 """Several rows without the activation pay up to so many, and for so many columns: 8 rows by
-4096x12288 took 27.6 us on an H200 (cuBLAS 29.8), 16 rows by 1024x3072 7.8 (6.9), 32 rows by
-4096x4096 13.0 (12.9). One row took 0.3 to 0.98 times as long as by cuBLAS, up to 64 with the
-activation 0.78 to 0.98 times as long as the two kernels."""
+4096x12288 took 27.6 us on an H200 (cuBLAS 29.8), 16 rows by 1024x3072 7.8 (7.0), 32 rows by
+4096x4096 13.0 (12.9). One row took 0.25 to 0.93 times as long as by cuBLAS, up to 64 with the
+activation 0.77 to 0.98 times as long as the two kernels (each in its fastest tile)."""
 ROWS_BUILT = (1, 16, 32, MAX_ROWS, MAX_ROWS + 1)
 """One of each kernel that steps of any size take."""
 

@@ -101,9 +101,9 @@ class Tile(NamedTuple):
 
 
 def tile(rows: int, size: int, inner: int, itemsize: int, gated: bool) -> Tile:
-    """For a product of so many rows with a weight [size, inner], [2 * size, inner] if gated: the
-    fastest of scripts/linear_tiles.py on an H200, or within 3 % of it, at the layers of Qwen3 0.6B
-    and 8B over one and two GPUs."""
+    """For a product of so many rows with a weight [size, inner], [2 * size, inner] if gated: by
+    scripts/linear_tiles.py on an H200, which named the fastest three for each layer of Qwen3 0.6B
+    and 8B over one and two GPUs; one tile serves several layers, so not each has its fastest."""
     if rows == 1:
         if gated:
             wide, deep, stages = (2, 1024, 6) if inner > 1024 else (4, 256, 3)
