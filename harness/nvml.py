@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+# NVML_P2P_CAPS_INDEX_READ: nvidia-ml-py has it as the tuple (0,), which its own call refuses.
+P2P_READ = 0
 RATE_HZ = 10.0
 SAMPLED = ("sm_clock_mhz", "power_w", "temperature_c", "throttle_reasons")
 """What is read during a window; the rest before and after it alone."""
@@ -88,7 +90,7 @@ class Gpus:
     def _apart(self, one: Any, other: Any) -> bool:
         nvml = self._nvml
         try:
-            status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+            status = nvml.nvmlDeviceGetP2PStatus(one, other, P2P_READ)
         except nvml.NVMLError:
             return False
         return status not in (nvml.NVML_P2P_STATUS_OK, nvml.NVML_P2P_STATUS_UNKNOWN)

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from harness import hardware
@@ -16,10 +17,12 @@ class FakeNvml:
     used (bytes), p2p (status of reading each GPU's memory, 0: can).
     A value that is an exception is raised; `opened` counts what was not shut down."""
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
-
-    NVML_P2P_CAPS_INDEX_READ = 0
-    NVML_P2P_STATUS_OK, NVML_P2P_STATUS_UNKNOWN = 0, 6
+    # The binding's own, whatever they are: it has had a tuple among them.
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
+    NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
+    NVML_P2P_CAPS_INDEX_READ = pynvml.NVML_P2P_CAPS_INDEX_READ
+    NVML_P2P_STATUS_OK = pynvml.NVML_P2P_STATUS_OK
+    NVML_P2P_STATUS_UNKNOWN = pynvml.NVML_P2P_STATUS_UNKNOWN
 
     class NVMLError(Exception):
         pass
@@ -52,6 +55,7 @@ class FakeNvml:
         return index
 
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> Any:
+        assert type(kind) is int
         return self._get(handle, {1: "sm", 2: "memory"}[kind])
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
@@ -70,7 +74,7 @@ class FakeNvml:
         return self._get(handle, "mj")
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, kind: int) -> Any:
-        assert kind == self.NVML_P2P_CAPS_INDEX_READ
+        assert type(kind) is int and kind == 0  # all that its C function takes
         return self._get(one, "p2p")[other]
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
