@@ -34,11 +34,10 @@ def runs_triton(x: torch.Tensor) -> bool:
 def triton_builds() -> int:
     """Kernels that Triton has built or loaded in this process; one that appears inside a measured
     window means that warm-up missed a shape."""
-    triton = sys.modules.get("triton")
-    if triton is None:
+    if "engine.kernels.launch" not in sys.modules:
         return 0
-    from triton.runtime.jit import JITFunction
+    from engine.kernels.launch import Kernel
 
     own = [m for name, m in sys.modules.items() if name.startswith("engine.kernels.")]
-    kernels = [f for m in own for f in vars(m).values() if isinstance(f, JITFunction)]
-    return sum(len(cache[0]) for f in kernels for cache in f.device_caches.values())
+    kernels = [k for m in own for k in vars(m).values() if isinstance(k, Kernel)]
+    return sum(kernel.num_builds for kernel in kernels)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.key_tiles_triton import LOG2_E, MIN_DOT, attend_keys, tile_constants
+from engine.kernels.launch import kernel, next_power_of_2
 
 # Numbers of programs that take tiles of 16 keys, one warp each, where others take 64 keys and 4
 # warps. On an H200 with 8 K/V heads: 128 sequences of 144 keys 21.9 against 27.6 us, 64 of 1,024
@@ -31,7 +32,7 @@ def _keys_per_split(seq_len, splits, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.cdiv(seq_len, BLOCK_N), splits) * BLOCK_N
 
 
-@triton.jit
+@kernel()
 def _decode(
     q_ptr,
     k_ptr,
@@ -101,7 +102,7 @@ def _decode(
         tl.store(lse_ptr + target, peak + tl.log2(total), mask=row < GROUP)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@kernel(plain=("splits",))
 def _combine(
     part_ptr,
     lse_ptr,
@@ -155,7 +156,7 @@ def paged_decode(
     assert out.is_contiguous() and q.stride(2) == 1
     seqs, heads, head_dim = out.shape
     tile = tile_constants(k_cache, heads, head_dim)
-    block_m, warps = max(MIN_DOT, triton.next_power_of_2(tile["GROUP"])), 4
+    block_m, warps = max(MIN_DOT, next_power_of_2(tile["GROUP"])), 4
     if tile["KV_HEADS"] * seqs * splits in NARROW:
         tile["BLOCK_N"] = _NARROW_KEYS
         # one for 16 rows of 128 sums, which is 64 registers a thread

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import next_power_of_2
+
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16  # the smallest side of a matrix that tl.dot takes on every GPU
 _TILE_BYTES = 16384  # of K or V: 64 keys of 128 bf16
@@ -88,7 +90,7 @@ def attend_keys(
 
 def keys_per_tile(head_dim: int, itemsize: int) -> int:
     """N: as many keys as 16 KiB of K hold, 16 to 128 of them."""
-    row = max(MIN_DOT, triton.next_power_of_2(head_dim)) * itemsize
+    row = max(MIN_DOT, next_power_of_2(head_dim)) * itemsize
     return min(128, max(MIN_DOT, _TILE_BYTES // row))
 
 
@@ -101,6 +103,6 @@ def tile_constants(k_cache: torch.Tensor, heads: int, head_dim: int) -> dict[str
         "GROUP": heads // kv_heads,
         "HEAD_DIM": head_dim,
         "PAGE": page_size,
-        "BLOCK_D": max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": max(MIN_DOT, next_power_of_2(head_dim)),
         "BLOCK_N": keys_per_tile(head_dim, k_cache.element_size()),
     }

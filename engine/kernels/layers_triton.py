@@ -6,11 +6,12 @@ included."""
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 
-@triton.jit
+
+@kernel()
 def _rms_norm(
     x_ptr,
     residual_ptr,
@@ -75,12 +76,12 @@ def _launch_norm(
         size,
         eps,
         HAS_RESIDUAL=residual is not None,
-        BLOCK=triton.next_power_of_2(size),
+        BLOCK=next_power_of_2(size),
         num_warps=1 if size <= 256 else 4,
     )
 
 
-@triton.jit
+@kernel()
 def _silu_and_mul(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """One program a block of one token's row."""
     token = tl.program_id(0).to(tl.int64)
@@ -100,6 +101,6 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, size)
     block = 1024
-    grid = (tokens, triton.cdiv(size, block))
+    grid = (tokens, cdiv(size, block))
     _silu_and_mul[grid](x, out, size, BLOCK=block)
     return out

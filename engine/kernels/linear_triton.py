@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.linear import MAX_ROWS
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(plain=("rows",))
 def _linear(
     x_ptr,
     weight_ptr,
@@ -147,7 +147,7 @@ def linear_triton(
         out = x.new_empty(rows, size)
     assert out.shape == (rows, size) and out.stride(1) == 1
     block_n, block_k, warps, stages = chosen or tile(rows, size, inner, x.dtype.itemsize, gated)
-    _linear[(triton.cdiv(size, block_n),)](
+    _linear[(cdiv(size, block_n),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -160,7 +160,7 @@ def linear_triton(
         GATED=gated,
         HAS_BIAS=bias is not None,
         EVEN=size % block_n == 0 and inner % block_k == 0,
-        BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        BLOCK_M=1 if rows == 1 else max(16, next_power_of_2(rows)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         STAGES=stages,

@@ -7,13 +7,13 @@ tile (M // g tokens), N = BLOCK_N keys of a tile.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.key_tiles_triton import LOG2_E, attend_keys, tile_constants
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 
 
-@triton.jit(do_not_specialize=["first", "chunks", "rows"])
+@kernel(plain=("first", "chunks", "rows"))
 def _prefill(
     q_ptr,
     k_ptr,
@@ -143,8 +143,8 @@ def paged_prefill(
     rows, heads, head_dim = q.shape
     tile = tile_constants(k_cache, heads, head_dim)
     # In float32 products run outside the tensor cores, and their operands in registers.
-    block_m = max(32 if q.dtype == torch.float32 else 128, triton.next_power_of_2(tile["GROUP"]))
-    tiles = triton.cdiv(rows - first, block_m // tile["GROUP"]) + chunks
+    block_m = max(32 if q.dtype == torch.float32 else 128, next_power_of_2(tile["GROUP"]))
+    tiles = cdiv(rows - first, block_m // tile["GROUP"]) + chunks
     _prefill[(tiles, tile["KV_HEADS"])](
         q,
         k_cache,
@@ -162,7 +162,7 @@ def paged_prefill(
         rows,
         **tile,
         BLOCK_M=block_m,
-        SEQS=triton.next_power_of_2(len(cu_seqlens_q)),
+        SEQS=next_power_of_2(len(cu_seqlens_q)),
         num_warps=8,
         num_stages=3,
     )

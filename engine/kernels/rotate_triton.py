@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
+
 
 @triton.jit
 def _heads(
@@ -74,7 +76,7 @@ def _copy_heads(
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _norm_and_rotate(
     q_ptr,
     k_ptr,
@@ -216,8 +218,8 @@ def _launch(
     kv_heads = k.shape[1]
     assert q.stride(2) == k.stride(2) == 1 and rotary.is_contiguous()
     block_h = 8
-    kv_blocks = triton.cdiv(kv_heads, block_h) * (1 if v is None else 2)
-    _norm_and_rotate[(tokens, triton.cdiv(heads, block_h) + kv_blocks)](
+    kv_blocks = cdiv(kv_heads, block_h) * (1 if v is None else 2)
+    _norm_and_rotate[(tokens, cdiv(heads, block_h) + kv_blocks)](
         q,
         k,
         k if v is None else v,
@@ -237,7 +239,7 @@ def _launch(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
-        BLOCK=triton.next_power_of_2(head_dim // 2),
+        BLOCK=next_power_of_2(head_dim // 2),
         BLOCK_H=block_h,
         HAS_NORM=weights is not None,
         STORE=v is not None,

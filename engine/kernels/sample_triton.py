@@ -7,13 +7,14 @@ milliseconds at N = 256, V = 151,936. Here each logit is read twice and nothing 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 
 _BLOCK = 2048  # logits of one program; 75 programs a row at V = 151,936
 
 
-@triton.jit
+@kernel()
 def _block_max(logits_ptr, value_ptr, index_ptr, stride, vocab, blocks, BLOCK: tl.constexpr):
     """Largest logit of one block of one row, and its first index."""
     row = tl.program_id(0).to(tl.int64)
@@ -28,7 +29,7 @@ def _block_max(logits_ptr, value_ptr, index_ptr, stride, vocab, blocks, BLOCK: t
     tl.store(index_ptr + row * blocks + block, tl.minimum(block * BLOCK + index, vocab - 1))
 
 
-@triton.jit
+@kernel()
 def _block_race(
     logits_ptr,
     maxima_ptr,
@@ -87,7 +88,7 @@ def sample_triton(
     """Arguments and result as of Sampler.__call__; logits' rows contiguous, V below 2^31."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, logits.stride()
-    blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = cdiv(vocab, _BLOCK)
     maxima = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     values = torch.empty_like(maxima)
     indices = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
@@ -106,7 +107,7 @@ def sample_triton(
         vocab,
         blocks,
         BLOCK=_BLOCK,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=next_power_of_2(blocks),
     )
     best = values.argmax(dim=1, keepdim=True)
     return indices.gather(1, best).squeeze(1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
 
-@triton.jit
+
+@kernel()
 def _store(
     k_ptr,
     v_ptr,
@@ -53,5 +54,5 @@ def store_kv_triton(
         k.stride(0),
         v.stride(0),
         ROW=row,
-        BLOCK=triton.next_power_of_2(row),
+        BLOCK=next_power_of_2(row),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from engine.buffers import BatchBuffers
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.step import ScheduledSeq, StepPlan
+from tests.support import fake_cuda
 from tests.support.host_steps import PAGE, PARAMS, HostSteps
 from tests.support.measuring import Measure
 
@@ -114,3 +117,29 @@ def test_host_step(measure: Measure, batch: int) -> None:
     (done,) = {len(r.output_ids) - n for r, n in zip(host.requests, before, strict=True)}
     assert done in (steps, (rounds + 1) * steps)  # once as a test
     assert {r.output_ids[-1] for r in host.requests} == {1}
+
+
+@pytest.mark.parametrize("how", ["looked_up", "triton"])
+def test_kernel_launch(
+    measure: Measure, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The activation's kernel 1,000 times beside a GPU that takes no time, by the engine's launcher
+    and by Triton's."""
+    pytest.importorskip("triton")
+    from engine.kernels import layers_triton
+
+    gpu = fake_cuda.install(monkeypatch, str(tmp_path))
+    kernel, constants = layers_triton._silu_and_mul, {"BLOCK": 1024}
+    x = torch.zeros(1, 2048, dtype=torch.bfloat16)
+    out = x.new_empty(1, 1024)
+
+    def launches() -> int:
+        launch = (kernel if how == "looked_up" else kernel.jit)[(1, 1)]
+        for _ in range(1000):
+            launch(x, out, 1024, **constants)
+        return len(gpu.launches)
+
+    launches()
+    before = len(gpu.launches)
+    assert (measure(launches) - before) % 1000 == 0
+    assert {args[:3] for _, _, args in gpu.launches} == {(x, out, 1024)}
