@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from engine.kernels import Kernels, triton_builds
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
+from engine.prebuild import Prebuild
 from engine.readback import Readback
 from engine.sampling_plan import SamplingPlan
 from engine.sampling_stage import SamplingStage
@@ -47,7 +49,8 @@ class Runner:
             the scheduler hands out exists everywhere.
 
     Attributes:
-        startup: seconds of load, compile, capture and warm-up; None: the phase did not happen.
+        startup: seconds of load (and building own kernels), compile, capture, warm-up; None:
+            the phase did not happen.
         effective: the configuration that runs.
     """
 
@@ -66,16 +69,17 @@ class Runner:
         self._use_cache_dir(config.cache_dir)
         self._counted_before = execution.compile_counters()
         begin = time.perf_counter()
-        self.model = Qwen3ForCausalLM(
-            shape,
-            comm,
-            config.attention,
-            config.max_model_len,
-            getattr(torch, config.dtype),
-            self.device,
-            Kernels(config.fused, config.linear),
-        )
-        load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
+        with Prebuild(config, shape, comm.rank) if on_gpu else nullcontext():
+            self.model = Qwen3ForCausalLM(
+                shape,
+                comm,
+                config.attention,
+                config.max_model_len,
+                getattr(torch, config.dtype),
+                self.device,
+                Kernels(config.fused, config.linear),
+            )
+            load_weights(self.model, config.model, load_format=config.load_format, seed=config.seed)
         num_pages = agree(
             config.num_pages
             or pages_that_fit(self.model, shape, config, self._new_buffers(config, dummy_page=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels import runs_triton
 from engine.philox import philox4x32
 
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
@@ -39,7 +40,7 @@ class Sampler:
         Returns:
             [N] int64.
         """
-        if logits.is_cuda:
+        if runs_triton(logits):
             from engine.kernels.sample_triton import sample_triton
 
             return sample_triton(logits, temperatures, seeds, positions)

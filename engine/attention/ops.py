@@ -86,7 +86,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """q [T, h, D], k and v [T, kv_heads, D], the layer's caches [pages, page_size, kv_heads, D]
         -> [T, h, D]; k and v are written to the caches first."""
-        return torch.ops.rangefinder.paged_attention(
+        compiling = torch.compiler.is_compiling()
+        run = torch.ops.rangefinder.paged_attention if compiling else _paged_attention
+        return run(
             q,
             k,
             v,

@@ -26,9 +26,9 @@ USUAL = Kernels()
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Whether a layer takes its own kernel: on a GPU, unless torch.compile is tracing, which fuses
-    the plain formula with its neighbours."""
-    return x.is_cuda and not torch.compiler.is_compiling()
+    """Whether own kernels take x: on a GPU, and on meta as there, unless torch.compile is tracing,
+    which fuses the plain formula with its neighbours."""
+    return (x.is_cuda or x.is_meta) and not torch.compiler.is_compiling()
 
 
 def triton_builds() -> int:

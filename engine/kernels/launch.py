@@ -7,7 +7,9 @@ the same facts, in half of Triton's time (tests/benchmarks/test_host.py::test_ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -18,7 +20,23 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _INT32 = range(-(2**31), 2**31)
-_ALIGNMENT = 16  # bytes; Triton builds other code for addresses that are no multiple
+_ALIGNMENT = 16  # bytes or units; Triton builds other code where a value is no multiple
+
+Launch = Callable[[], None]
+_noted: ContextVar[dict[tuple[Any, ...], Launch] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[dict[tuple[Any, ...], Launch]]:
+    """Within it this thread launches nothing, whatever device its tensors are on. What it would
+    have launched for the first time is noted, once for each build: a call of the value builds the
+    kernel and brings it to the current GPU."""
+    noted: dict[tuple[Any, ...], Launch] = {}
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
 
 
 class Kernel:
@@ -56,11 +74,16 @@ class Kernel:
         device = driver.active.get_current_device()
         key = self._key(device, args, constants)
         found = self._built.get(key)
+        noted = _noted.get()
+        if noted is not None:
+            if found is None:
+                build = partial(self._build, key, grid, args, constants)
+                noted.setdefault((self, *map(_specialized, key)), build)
+            return
         if found is None:
             built = self.jit[grid](*args, **constants)
             if built is not None:  # as it is where a hook of Triton's takes the launch
-                rest = tuple(constants[name] for name in self._names[len(args) :])
-                self._built[key] = built, rest
+                self._built[key] = built, self._rest(args, constants)
             return
         built, rest = found
         built.run(
@@ -74,6 +97,22 @@ class Kernel:
             *args,
             *rest,
         )
+
+    def _build(
+        self,
+        key: tuple[Any, ...],
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        built = self.jit.warmup(*args, grid=grid, **constants)
+        if built is not None:
+            built._init_handles()
+            self._built[key] = built, self._rest(args, constants)
+
+    def _rest(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+        """The constants among the function's parameters, in their order."""
+        return tuple(constants[name] for name in self._names[len(args) :])
 
     def _key(
         self, device: int, args: tuple[Any, ...], constants: dict[str, Any]
@@ -93,6 +132,13 @@ class Kernel:
         if addresses % _ALIGNMENT:
             kinds += [x.data_ptr() % _ALIGNMENT for x in args if isinstance(x, torch.Tensor)]
         return (device, *kinds, *constants.items())
+
+
+def _specialized(kind: Any) -> Any:
+    """What Triton builds for an integer: one kernel for all that are told apart by nothing here."""
+    if type(kind) is not int:
+        return kind
+    return kind == 1, kind % _ALIGNMENT == 0, kind in _INT32
 
 
 def kernel(*, plain: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:

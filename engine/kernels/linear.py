@@ -32,6 +32,8 @@ def linear(
     """F.linear(x [T, K], weight [N, K], bias [N]) by what `kernels` says."""
     if kernels.linear == "torch":
         return F.linear(x, weight, bias)
+    if not torch.compiler.is_compiling():
+        return _linear(x, weight, bias)
     found: torch.Tensor = torch.ops.rangefinder.linear(x, weight, bias)
     return found
 
@@ -39,6 +41,8 @@ def linear(
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K], weight [2I, K], gate then up -> silu(x gate^T) * (x up^T) [T, I], one kernel where
     the rows are few; else a product and the activation's own kernel, whatever `fused` says."""
+    if not torch.compiler.is_compiling():
+        return _gated_linear(x, weight)
     found: torch.Tensor = torch.ops.rangefinder.gated_linear(x, weight)
     return found
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels import runs_triton
+
 
 def store_kv(
     k: torch.Tensor,
@@ -20,7 +22,7 @@ def store_kv(
         slot_mapping: [T] int64, page * page_size + offset; several rows may name the dummy page's
             slots, and what stands there afterwards is any one of them.
     """
-    if k.is_cuda:
+    if runs_triton(k):
         from engine.kernels.store_kv_triton import store_kv_triton
 
         store_kv_triton(k, v, k_cache, v_cache, slot_mapping)

@@ -12,15 +12,16 @@ _devices = count(99)  # no device's numbers, so that nothing built for one is la
 
 
 class FakeCuda:
-    """Triton's driver. `launches`: (grid, function, arguments) of each, where a function's number
-    stands for its build."""
+    """Triton's driver. `launches`: (grid, function, arguments) of each; `loads`: builds, whose
+    functions are numbered from 1."""
 
     def __init__(self) -> None:
         from triton.backends.compiler import GPUTarget
 
         self.device = next(_devices)
         self.launches: list[tuple[tuple[int, ...], int, tuple[Any, ...]]] = []
-        self._numbers = count(1)
+        self.loads = 0
+        self.chosen: list[int] = []  # by threads, where a test says so
         self._target = GPUTarget("cuda", 90, 32)
         limits = {"max_shared_mem": 227 * 1024}
         self.utils = SimpleNamespace(
@@ -28,8 +29,8 @@ class FakeCuda:
         )
 
     def _load(self, *args: Any) -> tuple[int, int, int, int, int]:
-        number = next(self._numbers)
-        return number, number, 32, 0, 1024  # module, function, registers, spills, threads
+        self.loads += 1
+        return self.loads, self.loads, 32, 0, 1024  # module, function, registers, spills, threads
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         def launch(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
