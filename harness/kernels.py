@@ -9,10 +9,13 @@ from harness.records import SPLIT_DTYPE
 COMMUNICATION = ("ncclDevKernel", "ncclKernel", "all_reduce")
 """Parts of the names of communication kernels: of NCCL since 2.19 and before, of torch's symmetric
 memory (one_shot_all_reduce_kernel, two_shot_...)."""
+_COMPILED = "triton_"
+"""How names of torch.compile's kernels begin. The operators that they came from follow, and so does
+one whose result they read: triton_per_fused_add_all_reduce_mean_0."""
 
 
 def communicates(name: str) -> bool:
-    return any(part in name for part in COMMUNICATION)
+    return not name.startswith(_COMPILED) and any(part in name for part in COMMUNICATION)
 
 
 def split(begin_ns: np.ndarray, end_ns: np.ndarray, communication: np.ndarray) -> np.ndarray:

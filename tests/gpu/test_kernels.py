@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from engine.kernels import triton_builds
 from engine.kernels.store_kv import store_kv
 from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, norm_and_rotate
+from engine.prebuild import Prebuild
 from engine.sampler import Sampler
+from tests.gpu.conftest import HEADS
+from tests.support.checkpoints import Checkpoints
+from tests.support.probe import Probe
 
 pytestmark = pytest.mark.gpu
 
@@ -123,3 +130,42 @@ def test_norm_and_rotation_are_the_formulas(
         # in its rounding: a unit in the last place of 4 to 8 is 4 eps.
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.cpu(), expected, atol=8 * eps + 1e-5, rtol=2 * eps)
+
+
+def test_a_launch_that_is_looked_up_reads_what_it_is_given() -> None:
+    """Rows at addresses that are and are not multiples of 16 bytes, in turn and twice: two builds
+    of one kernel, launched by Triton first and then by the engine."""
+    from engine.kernels.layers_triton import rms_norm_triton
+
+    torch.manual_seed(0)
+    memory = torch.randn(9 * 200 + 1, device="cuda", dtype=torch.bfloat16)
+    norm = RMSNorm(200, 1e-6, dtype=torch.bfloat16, device="cpu")
+    torch.nn.init.normal_(norm.weight)
+    weight = norm.weight.cuda()
+    for _ in range(2):
+        for begin, rows in ((0, 9), (1, 9), (0, 1), (1, 3)):
+            x = memory[begin : begin + rows * 200].view(rows, 200)
+            own = rms_norm_triton(x, weight, norm.eps)
+            torch.testing.assert_close(own.cpu(), norm(x.cpu()), **tolerance(x.dtype))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+def test_nothing_is_left_to_build_once_weights_are_loaded(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, attention: str, eager: bool
+) -> None:
+    """Of own kernels: measuring memory, warm-up, capture and steps find what threads built."""
+    counts, leave = [triton_builds()], Prebuild.__exit__
+
+    def left(self: Prebuild, *error: Any) -> None:
+        leave(self, *error)
+        counts.append(triton_builds())
+
+    monkeypatch.setattr(Prebuild, "__exit__", left)
+    # A shape that no other test has, so that there is something to build.
+    size = 192 + 64 * (2 * eager + (attention == "auto"))
+    path = checkpoints(dtype="bfloat16", hidden_size=size, intermediate_size=3 * size, **HEADS)
+    probe = Probe(path, enforce_eager=eager, attention=attention)
+    probe.teacher_forced([list(range(30))] * 5, 20)
+    probe.close()
+    assert counts[0] < counts[1] == triton_builds()

@@ -76,6 +76,7 @@ NAMES = {
 the collective that a name tells; None: it does not."""
 OTHERS = ("nvjet_tst_128x64_64x6_1x2_h_bz_TNT", "sm90_xmma_gemm_bf16bf16_bf16f32", "_store_kv",
           "void at::native::reduce_kernel<512, 1>", "triton_red_fused__to_copy_add_mean_0",
+          "triton_per_fused__to_copy_add_all_reduce_mean_mul_pow_rsqrt_3",
           "Memcpy DtoD", "_nothing")  # fmt: skip
 
 
