@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine.attention import flash, triton_paged
+from engine.attention.paged import Paged
 from engine.kernels.decode_triton import paged_decode
 from harness.console import markdown_table
 
@@ -38,8 +39,11 @@ class Batch:
         order = torch.randperm(seqs * pages, generator=torch.Generator().manual_seed(0))
         tables = torch.zeros(seqs, width, dtype=torch.int32)
         tables[:, :pages] = order.view(seqs, pages)
-        self.tables = tables.cuda()  # [S, width]
-        self.lens = torch.full((seqs,), length, dtype=torch.int32, device="cuda")
+        lens = torch.full((seqs,), length, dtype=torch.int32)
+        starts = torch.arange(seqs + 1, dtype=torch.int32)
+        rows = [tables, lens, starts, starts * length]  # [S, width], [S], [S + 1], [S + 1]
+        meta = torch.tensor([seqs, 1, length, seqs], dtype=torch.int32)
+        self.rest = (*(x.cuda() for x in rows), meta)
         self.bytes = seqs * length * kv_heads * HEAD_DIM * 2 * 2
         copies = max(1, min(32, -(-BYTES // self.bytes)))
         shape = (seqs * pages, PAGE, kv_heads, HEAD_DIM)
@@ -48,13 +52,13 @@ class Batch:
         self.q = torch.randn(seqs, heads, HEAD_DIM, **options)
 
     def timed(self, attend: Callable[..., object]) -> float:
-        """us of one call; attend(q, k_cache, v_cache, block_tables, seq_lens)."""
+        """us of one call of attend(q, paged)."""
         calls = max(4, min(32, 2 * len(self.caches)))
 
         def run(count: int) -> None:
             for place in range(count):
                 k, v = self.caches[place % len(self.caches)]
-                attend(self.q, k, v, self.tables, self.lens)
+                attend(self.q, Paged(k, v, *self.rest))
 
         run(2)
         torch.cuda.synchronize()
@@ -77,17 +81,17 @@ class Batch:
 def own(splits: int) -> Callable[..., object]:
     """The own kernel; splits 0: as many as the engine takes."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> object:
+    def attend(q: torch.Tensor, paged: Paged) -> object:
         out = torch.empty_like(q)
         if splits:
-            return paged_decode(q, k, v, *rest, out, SCALE, splits)
-        return triton_paged.decode(q, k, v, *rest, out, SCALE)
+            return paged_decode(q, *paged[:4], out, SCALE, splits)
+        return triton_paged.decode(q, paged, out, SCALE)
 
     return attend
 
 
-def flash2(*inputs: torch.Tensor) -> object:
-    return flash.decode(*inputs, SCALE)
+def flash2(q: torch.Tensor, paged: Paged) -> object:
+    return flash.decode(q, paged, SCALE)
 
 
 def main() -> int:

@@ -13,46 +13,36 @@ from __future__ import annotations
 import torch
 
 from engine.attention import triton_paged
+from engine.attention.paged import Paged
 
 PAGE_MULTIPLE = 256
 # Compute capabilities that its paged kernels are written for: 9.0, and 10.x, 11.x.
 MAJORS = (9, 10, 11)
 
 
-def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    host_meta: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """As flash_triton.attend. A chunk's last row sees all of its sequence's keys, the rows before
+def attend(q: torch.Tensor, paged: Paged, scale: float) -> torch.Tensor:
+    """As in Paged. A chunk's last row sees all of its sequence's keys, the rows before
     it as many less as they are earlier (the causal mask is aligned to the end)."""
-    num_seqs, max_query, max_len, num_decodes = host_meta.tolist()
-    cache = (k_cache, v_cache, block_tables, seq_lens)
+    num_seqs, max_query, max_len, num_decodes = paged.counts()
     decoded = torch.empty_like(q[:num_decodes], memory_format=torch.contiguous_format)
-    triton_paged.decode(q, *cache, decoded, scale)
+    triton_paged.decode(q, paged, decoded, scale)
     if num_decodes == num_seqs:
         return decoded
     from flash_attn.cute import flash_attn_varlen_func
 
     chunks = slice(num_decodes, num_seqs)
-    starts = cu_seqlens_q[num_decodes : num_seqs + 1]
+    starts = paged.cu_seqlens_q[num_decodes : num_seqs + 1]
     found: torch.Tensor
     found, _ = flash_attn_varlen_func(
         q[num_decodes:],
-        k_cache,
-        v_cache,
+        paged.k_cache,
+        paged.v_cache,
         # Each decode before the chunks has one row.
         cu_seqlens_q=starts - num_decodes if num_decodes else starts,
-        seqused_k=seq_lens[chunks],
+        seqused_k=paged.seq_lens[chunks],
         max_seqlen_q=max_query,
         max_seqlen_k=max_len,
-        page_table=block_tables[chunks],
+        page_table=paged.block_tables[chunks],
         softmax_scale=scale,
         causal=True,
     )

@@ -15,27 +15,17 @@ from __future__ import annotations
 import torch
 
 from engine.attention import flash, triton_paged
+from engine.attention.paged import Paged
 
 PAGE_MULTIPLE = flash.PAGE_MULTIPLE
 
 
-def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    host_meta: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """As flash.attend."""
-    num_seqs, _, _, num_decodes = host_meta.tolist()
-    cache = (k_cache, v_cache, block_tables, seq_lens)
+def attend(q: torch.Tensor, paged: Paged, scale: float) -> torch.Tensor:
+    """As in Paged."""
+    num_seqs, _, _, num_decodes = paged.counts()
     if num_decodes == num_seqs:
         out = torch.empty_like(q[:num_seqs], memory_format=torch.contiguous_format)
     else:
-        out = flash.chunks(q, *cache, cu_seqlens_q, cu_seqlens_k, host_meta, scale)
-    triton_paged.decode(q, *cache, out[:num_decodes], scale)
+        out = flash.chunks(q, paged, scale)
+    triton_paged.decode(q, paged, out[:num_decodes], scale)
     return out

@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from engine.attention import flash, flash4, flash_triton, sdpa, triton_paged
+from engine.attention.paged import Paged
 from engine.batch import ForwardBatch
 from engine.comm import ops as _comm_ops  # defines the namespace that is extended here
 from engine.kernels.store_kv import store_kv
 
-# A backend is called (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, cu_seqlens_k,
-# host_meta, scale), arguments as in `Attention.forward` and ForwardBatch, and returns a new tensor
-# like q; what it puts into rows of padding is finite and otherwise of no account.
-BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+BACKENDS: dict[str, Callable[[torch.Tensor, Paged, float], torch.Tensor]] = {
     "sdpa": sdpa.attend,
     "flash2": flash.attend,
     "flash2_triton": flash_triton.attend,
@@ -53,9 +51,8 @@ def _paged_attention(
     backend: str,
 ) -> torch.Tensor:
     store_kv(k, v, k_cache, v_cache, slot_mapping)
-    attend = BACKENDS[backend]
     lengths = (seq_lens, cu_seqlens_q, cu_seqlens_k, host_meta)
-    return attend(q, k_cache, v_cache, block_tables, *lengths, scale)
+    return BACKENDS[backend](q, Paged(k_cache, v_cache, block_tables, *lengths), scale)
 
 
 library.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
@@ -109,5 +106,5 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The same with this step's k and v in the caches already; not for code that is traced."""
         lengths = (batch.seq_lens, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.host_meta)
-        attend = BACKENDS[self.backend]
-        return attend(q, k_cache, v_cache, batch.block_tables, *lengths, self.scale)
+        paged = Paged(k_cache, v_cache, batch.block_tables, *lengths)
+        return BACKENDS[self.backend](q, paged, self.scale)

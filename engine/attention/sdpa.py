@@ -8,31 +8,23 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.attention.paged import Paged
 
-def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    host_meta: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch.
-    K/V of this step's tokens must stand in the caches.
+
+def attend(q: torch.Tensor, paged: Paged, scale: float) -> torch.Tensor:
+    """As in Paged, zeros in rows of padding.
 
     Decoding sequences are one padded call, prompt chunks one call each. A step with chunks reads
     lengths on the host, which waits for a GPU; a step that only decodes does not.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    num_seqs, _, max_len, num_decodes = host_meta.tolist()
+    k_cache, v_cache, block_tables, seq_lens = paged[:4]
+    num_seqs, _, max_len, num_decodes = paged.counts()
     if num_seqs == num_decodes:
         rows = num_decodes
     else:
         lens = seq_lens[:num_seqs].tolist()
-        rows_before = cu_seqlens_q[: num_seqs + 1].tolist()
+        rows_before = paged.cu_seqlens_q[: num_seqs + 1].tolist()
         rows = rows_before[-1]
         max_len = max(lens[:num_decodes], default=0)
         for i in range(num_decodes, num_seqs):

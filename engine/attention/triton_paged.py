@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.attention.paged import Paged
+
 # A page is a tile of keys at head_dim 128 in bf16, so one page id is read a tile. Smaller pages
 # make block tables larger, which go to the device each step (at 40,960 tokens and 256 sequences
 # 2.6 MB in pages of 16, 0.66 MB in pages of 64); larger ones waste more of a sequence's last page
@@ -20,47 +22,27 @@ _PROGRAMS = 256
 _MIN_SPLITS = 4
 
 
-def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    host_meta: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """q [T, h, D] -> [T, h, D], zeros in rows of padding; the other arguments as in ForwardBatch.
-    K/V of this step's tokens must stand in the caches. Nothing is read back from the GPU."""
+def attend(q: torch.Tensor, paged: Paged, scale: float) -> torch.Tensor:
+    """As in Paged, zeros in rows of padding. Nothing is read back from the GPU."""
     from engine.kernels.prefill_triton import paged_prefill
 
-    num_seqs, _, _, num_decodes = host_meta.tolist()
+    num_seqs, _, _, num_decodes = paged.counts()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    cache = (k_cache, v_cache, block_tables, seq_lens)
-    decode(q, *cache, out[:num_decodes], scale)
+    decode(q, paged, out[:num_decodes], scale)
     if len(q) > num_decodes:
         chunks = num_seqs - num_decodes
-        paged_prefill(q, *cache, cu_seqlens_q, out, scale, num_decodes, chunks)
+        paged_prefill(q, *paged[:5], out, scale, num_decodes, chunks)
     return out
 
 
-def decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-) -> None:
+def decode(q: torch.Tensor, paged: Paged, out: torch.Tensor, scale: float) -> None:
     """The first S sequences, one row each, into out [S, h, D]; S may be 0."""
     from engine.kernels.decode_triton import paged_decode
 
     if not len(out):
         return
-    splits = num_splits(len(out), k_cache.shape[2])
-    paged_decode(q, k_cache, v_cache, block_tables, seq_lens, out, scale, splits)
+    splits = num_splits(len(out), paged.k_cache.shape[2])
+    paged_decode(q, *paged[:4], out, scale, splits)
 
 
 def num_splits(num_seqs: int, kv_heads: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.attention import triton_paged
+from engine.attention.paged import Paged
 from tests.support.attention import MAX_NUM_SEQS, SCALE, build_case, causal_attention
 
 Tensor = torch.Tensor
@@ -90,14 +91,12 @@ class Calls(list[str]):
             out[own] = attended(q[own], k, v, tables[row], length)
         return out
 
-    def own_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, out: Tensor,
-        scale: float,
-    ) -> None:  # fmt: skip
+    def own_decode(self, q: Tensor, paged: Paged, out: Tensor, scale: float) -> None:
         """triton_paged.decode: the first len(out) sequences."""
         if not len(out):
             return
         self.append("own")
+        k, v, tables, lengths = paged[:4]
         assert scale == SCALE and out.is_contiguous() and out.dtype == q.dtype
         for row in range(len(out)):
             out[row] = attended(q[row : row + 1], k, v, tables[row], int(lengths[row]))[0]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.attention import triton_paged
+from engine.attention.paged import Paged
 from engine.kernels import triton_builds
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -65,7 +66,8 @@ def attend(
     lens = torch.zeros(MAX_NUM_SEQS, dtype=torch.int32)
     starts = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int32)
     meta = torch.tensor([decodes + chunks, 7, 4096, decodes], dtype=torch.int32)
-    triton_paged.attend(q, cache, cache, tables, lens, starts, starts, meta, 0.1)
+    paged = Paged(cache, cache, tables, lens, starts, starts, meta)
+    triton_paged.attend(q, paged, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.attention import triton_paged
+from engine.attention.paged import Paged
 from engine.kernels import triton_builds
 from tests.support.attention import SCALE, build_case, causal_attention
 
@@ -96,9 +97,10 @@ def test_a_captured_step_follows_the_lengths(bucket: int, page_size: int) -> Non
     starts = torch.zeros(bucket + 1, dtype=torch.int32, device=device)
     meta = torch.tensor([bucket, 1, most, bucket], dtype=torch.int32)
 
+    paged = Paged(k_cache, v_cache, tables, lens, starts, starts, meta)
+
     def step() -> torch.Tensor:
-        rest = (tables, lens, starts, starts, meta, SCALE)
-        return triton_paged.attend(q, k_cache, v_cache, *rest)
+        return triton_paged.attend(q, paged, SCALE)
 
     step()
     torch.cuda.synchronize()
@@ -147,8 +149,9 @@ def test_pools_past_2_to_the_31_elements() -> None:
     for pool, cache in zip(big, (small.k_cache, small.v_cache), strict=True):
         pool[shift:] = cache
     batch = small.batch
-    rest = (batch.seq_lens, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.host_meta, SCALE)
-    found = triton_paged.attend(small.q, *big, batch.block_tables + shift, *rest)
+    lengths = (batch.seq_lens, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.host_meta)
+    paged = Paged(*big, batch.block_tables + shift, *lengths)
+    found = triton_paged.attend(small.q, paged, SCALE)
     assert torch.equal(found, expected)
 
 
