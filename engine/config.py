@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPILE_MODES = ("off", "layer", "model")
 ATTENTION_BACKENDS = ("auto", "sdpa", "flash2", "flash2_triton", "flash4", "triton")
-COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem")
+COMM_PATHS = ("auto", "solo", "gloo", "nccl", "symm_mem", "symm_fused")
 LOAD_FORMATS = ("auto", "dummy")
 FUSED = ("auto", "none", "layers", "store")
 LINEAR = ("auto", "torch", "triton")
@@ -30,7 +30,8 @@ class EngineConfig:
         load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
         comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
             symm_mem: all-reduces over memory that the GPUs share (comm/symmetric.py), the rest and
-            what that cannot sum by NCCL; auto: that where it can be, else nccl; gloo on a CPU.
+            what that cannot sum by NCCL; symm_fused: and a sum that a norm follows is one kernel
+            with it (comm/fused.py); auto: symm_mem where it can be, else nccl; gloo on a CPU.
         device: auto is cuda where a GPU is visible, else cpu. cuda:2 is GPUs 2, 3, .. for ranks
             0, 1, .. (cuda is cuda:0), so that one process can put engines on different GPUs.
         enforce_eager: True: no CUDA graphs.

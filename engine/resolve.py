@@ -36,7 +36,8 @@ PAGE_SIZES = {
 # Where GPUs reach each other's memory. In CUDA graphs of Qwen3 0.6B and 8B on two H200s, without
 # copies, all collectives of a step took by NCCL and over symmetric memory: of batch 1 375 and 316
 # us, 594 and 449; of 8B at batch 32 711 and 744, at batch 256 2,370 and 1,268.
-COMM = {"cpu": ("gloo",), "cuda": ("symm_mem", "nccl")}
+COMM = {"cpu": ("gloo",), "cuda": ("symm_mem", "nccl", "symm_fused")}
+SHARED = ("symm_mem", "symm_fused")
 FUSED = {"cpu": ("none",), "cuda": ("store", "layers", "none")}
 LINEAR = {"cpu": ("torch",), "cuda": ("triton", "torch")}
 
@@ -239,14 +240,14 @@ def _comm(config: EngineConfig, device: str, first_gpu: int, dtype: str, ranks_h
         _choose("comm", config.comm, allowed, device)
         return "solo"
     comm = _choose("comm", config.comm, COMM[device], device)
-    if comm != "symm_mem":
+    if comm not in SHARED:
         return comm
     reach = torch.cuda.can_device_access_peer
     obstacle = symm_mem_obstacle(dtype, config.tp, ranks_here, first_gpu, reach)
     if obstacle is None:
         return comm
     if config.comm != "auto":
-        raise ConfigError(f"comm='symm_mem': {obstacle}; set comm=nccl")
+        raise ConfigError(f"comm={comm!r}: {obstacle}; set comm=nccl")
     logger.warning("comm=auto takes nccl, not symm_mem: %s", obstacle)
     return "nccl"
 

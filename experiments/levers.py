@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEVERS: dict[str, tuple[Any, ...]] = {
     "engine.overlap": (False, True),
     "attention": ("sdpa", "flash2", "triton", "flash2_triton", "flash4"),
-    "comm": ("nccl", "symm_mem"),
+    "comm": ("nccl", "symm_mem", "symm_fused"),
     "engine.fused": ("none", "layers", "store"),
     "engine.linear": ("torch", "triton"),
 }

@@ -10,7 +10,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("native", "transformers", "nanovllm", "vllm"),
     "compile": ("off", "layer", "model"),
     "attention": ("auto", "flash2", "flash2_triton", "flash4", "triton", "sdpa"),
-    "comm": ("auto", "nccl", "gloo", "symm_mem"),
+    "comm": ("auto", "nccl", "gloo", "symm_mem", "symm_fused"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "device": ("auto", "cpu", "cuda"),
     "model.load_format": ("auto", "dummy"),

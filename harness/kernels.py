@@ -6,9 +6,9 @@ import numpy as np
 
 from harness.records import SPLIT_DTYPE
 
-COMMUNICATION = ("ncclDevKernel", "ncclKernel", "all_reduce")
+COMMUNICATION = ("ncclDevKernel", "ncclKernel", "all_reduce", "_reduce_add_norm")
 """Parts of the names of communication kernels: of NCCL since 2.19 and before, of torch's symmetric
-memory (one_shot_all_reduce_kernel, two_shot_...)."""
+memory (one_shot_all_reduce_kernel, two_shot_...), of comm=symm_fused."""
 _COMPILED = "triton_"
 """How names of torch.compile's kernels begin. The operators that they came from follow, and so does
 one whose result they read: triton_per_fused_add_all_reduce_mean_0."""

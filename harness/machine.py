@@ -184,15 +184,15 @@ def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) 
 
 
 def _comm(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) -> str | None:
-    from engine.resolve import COMM, symm_mem_obstacle
+    from engine.resolve import COMM, SHARED, symm_mem_obstacle
 
     reason = _not_in_engine("comm", cfg, machine, COMM)
     tp = cfg["tp"]
-    if reason is not None or cfg["comm"] != "symm_mem" or tp == 1:
+    if reason is not None or cfg["comm"] not in SHARED or tp == 1:
         return reason
     here = min(tp, machine.processes_here) if machine.processes else tp
     obstacle = symm_mem_obstacle(_dtype(cfg, shape), tp, here, 0, machine.reach)
-    return None if obstacle is None else f"comm=symm_mem: {obstacle}; set comm=nccl"
+    return None if obstacle is None else f"comm={cfg['comm']}: {obstacle}; set comm=nccl"
 
 
 def _dtype(cfg: dict[str, Any], shape: ModelShape | None) -> str:

@@ -13,11 +13,12 @@ from harness.records import COLLECTIVE_DTYPE, ProfileRecord, RankRecord
 KERNELS = {
     "AllReduce": Kind.ALL_REDUCE,
     "all_reduce": Kind.ALL_REDUCE,
+    "_reduce_add_norm": Kind.ALL_REDUCE,
     "SendRecv": Kind.GATHER,
     "Broadcast": Kind.BROADCAST,
 }
-"""Part of a kernel's name, of NCCL or of torch's symmetric memory -> collective. NCCL gathers by
-sends and receives."""
+"""Part of a kernel's name, of NCCL, torch's symmetric memory and comm=symm_fused -> collective.
+NCCL gathers by sends and receives."""
 
 
 class ProfileError(ValueError):

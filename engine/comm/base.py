@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -14,7 +15,19 @@ from engine.comm.types import Collective, CollectiveObserver, Kind, Site, StepIn
 from engine.kernels import USUAL, Kernels
 from engine.kernels.linear import linear
 
-AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+class AddNorm(Protocol):
+    """RMSNorm, as reduce_add_norm takes it."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Communicator(ABC):

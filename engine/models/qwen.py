@@ -149,14 +149,16 @@ class Qwen3MLP(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> this rank's summand of the result [T, H]."""
         if self.kernels.linear == "triton":
-            return self.down_proj(gated_linear(x, self.gate_up_proj.weight))
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+            return self.down_proj.partial(gated_linear(x, self.gate_up_proj.weight))
+        return self.down_proj.partial(self.act(self.gate_up_proj(x)))
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP. The MLP's result is added to the residual by the next norm, be it
-    the next layer's or the final one, so that each addition is fused with a norm."""
+    """Pre-norm attention and MLP. The MLP's result is summed over ranks and added to the residual
+    by the next norm, be it the next layer's or the final one: both of a layer's sums are followed
+    by an addition and a norm, which a communicator may do in one."""
 
     def __init__(self, build: _Build) -> None:
         super().__init__()
@@ -175,12 +177,14 @@ class Qwen3DecoderLayer(nn.Module):
         v_cache: torch.Tensor,
         batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H] and residual [T, H]: MLP result and residual of the layer before, or the
-        embedding and None. Returns (MLP result, residual)."""
+        """x [T, H] and residual [T, H]: this rank's summand of the MLP's result and the residual of
+        the layer before, or the embedding and None. Returns the same of this layer."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
-            x, residual = self.input_layernorm(x, residual)
+            x, residual = self.comm.reduce_add_norm(
+                x, residual, self.input_layernorm, self.mlp.down_proj.site
+            )
         partial = self.self_attn(x, rotary, k_cache, v_cache, batch)
         x, residual = self.comm.reduce_add_norm(
             partial, residual, self.post_attention_layernorm, self.self_attn.o_proj.site
@@ -207,14 +211,16 @@ class Qwen3Model(nn.Module):
         )
         self.layers = nn.ModuleList(Qwen3DecoderLayer(build) for _ in range(shape.num_layers))
         self.norm = build.norm(shape.hidden_size)
+        self.comm = build.comm
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         x = self.embed_tokens(batch.input_ids)
         rotary = self.rotary(batch.positions)
-        residual = None
+        residual: torch.Tensor | None = None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):
             x, residual = layer(x, residual, rotary, k_cache, v_cache, batch)
-        return self.norm(x, residual)[0]
+        assert residual is not None
+        return self.comm.reduce_add_norm(x, residual, self.norm, Site.MLP_DOWN_PROJ)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -54,6 +54,7 @@ def plan(machine: Machine, worlds: Sequence[int]) -> list[str]:
         Curve(kind, path, world, mode)
         for world in sorted(set(worlds) - {1})
         for path in COMM[machine.device]
+        if path != "symm_fused"  # whose sums come with a norm; others are symm_mem's
         for kind in KINDS
         for mode in MODES
     ]

@@ -237,12 +237,14 @@ def test_ranks_are_connected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.comm import ranks
 
     made: list[tuple[str, tuple[Any, ...]]] = []
-    for name in ("SymmetricCommunicator", "ProcessGroupCommunicator"):
+    classes = ("FusedCommunicator", "SymmetricCommunicator", "ProcessGroupCommunicator")
+    for name in classes:
         monkeypatch.setattr(ranks, name, lambda *a, _n=name: made.append((_n, a)))
-    for comm in ("gloo", "nccl", "symm_mem"):
+    for comm in ("gloo", "nccl", "symm_mem", "symm_fused"):
         connect_rank(1, 2, comm, 77, 5.0, "10.0.0.1")
     assert made == [
         ("ProcessGroupCommunicator", (1, 2, "gloo", 77, 5.0, "10.0.0.1")),
         ("ProcessGroupCommunicator", (1, 2, "nccl", 77, 5.0, "10.0.0.1")),
         ("SymmetricCommunicator", (1, 2, 77, 5.0, "10.0.0.1")),
+        ("FusedCommunicator", (1, 2, 77, 5.0, "10.0.0.1")),
     ]

@@ -145,7 +145,10 @@ def test_gate_up_is_5_by_16_and_the_activation_5_by_8(
         expected = torch.cat([gate.chunk(2, 1)[index], up.chunk(2, 1)[index]], dim=1)
         torch.testing.assert_close(local, expected, atol=1e-6, rtol=1e-5)
         assert rank.outputs[f"{LAYER}.mlp.act"].shape == (5, 8)
-        assert rank.outputs[f"{LAYER}.mlp.down_proj"].shape == (5, 8)
+        assert rank.outputs[f"{LAYER}.mlp"].shape == (5, 8)
+    # Each rank's MLP gives its summand; the next layer's norm sums them.
+    summed = ranks[0].outputs[f"{LAYER}.mlp"] + ranks[1].outputs[f"{LAYER}.mlp"]
+    torch.testing.assert_close(summed, alone.outputs[f"{LAYER}.mlp"], atol=1e-6, rtol=1e-5)
 
 
 def test_hidden_states_are_whole_on_every_rank(ranks: list[Recording], alone: Recording) -> None:

@@ -29,6 +29,7 @@ PULLED: dict[str, dict[str, Any]] = {
     "flash2": {"attention": "flash2"},
     "triton": {"attention": "triton"},
     "nccl": {"comm": "nccl"},
+    "symm_fused": {"comm": "symm_fused"},
     "unfused": {"engine__fused": "none"},
     "layers": {"engine__fused": "layers"},
     "cublas": {"engine__linear": "torch"},
@@ -167,7 +168,7 @@ def test_where_no_token_follows_the_first_its_time_decides() -> None:
 
 
 def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one rank nothing is reduced: its point is the base's and measured once."""
+    """With one rank nothing is reduced: its points are the base's and measured once."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     register()
     points = compose(["+experiment=levers", "model=qwen3-0.6b", "batch=1"], conf_folder())
@@ -178,5 +179,5 @@ def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.Monke
         pulled[cfg["tp"]].append({n: v for n, v in values.items() if v != TAKEN[n]})
     first = [{}, {"engine.overlap": False}, {"attention": "flash2"}, {"attention": "triton"}]
     last = [{"engine.fused": "none"}, {"engine.fused": "layers"}, {"engine.linear": "torch"}]
-    assert pulled[1] == [*first, {}, *last]
-    assert pulled[2] == [*first, {"comm": "nccl"}, *last]
+    assert pulled[1] == [*first, {}, {}, *last]
+    assert pulled[2] == [*first, {"comm": "nccl"}, {"comm": "symm_fused"}, *last]

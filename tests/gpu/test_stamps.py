@@ -217,6 +217,7 @@ def values(results: Results, name: str, stat: str, **where: Any) -> Any:
     ("comm", "enforce_eager", "compile_scope"),
     [
         ("symm_mem", False, "off"),
+        ("symm_fused", False, "off"),
         ("nccl", False, "off"),
         ("symm_mem", True, "off"),
         ("nccl", True, "model"),

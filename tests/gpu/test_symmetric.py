@@ -12,6 +12,10 @@ import torch
 from engine import LLM, SamplingParams
 from engine.comm import Site
 from engine.comm.symmetric import BUFFER_BYTES, ONE_SHOT, TWO_SHOT, path_of
+from engine.comm.types import ObserverContext
+from engine.kernels import Kernels
+from engine.kernels.linear import linear
+from engine.layers import RMSNorm
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference
@@ -107,6 +111,86 @@ def test_sums_are_nccls_bit_for_bit_also_in_a_thousand_replays() -> None:
     run_processes(_sums)
 
 
+ROWS = [1, 3, 8, 33, 128, 1024, 1025]
+"""The last are too many for the one kernel."""
+
+
+@torch.inference_mode()
+def _fused(rank: int, port: int) -> None:
+    """Layers of two sums, eagerly and in graphs of several sizes replayed in turn, against the same
+    sums by NCCL and the norm's own kernel: within roundings, which four layers carry on."""
+    from engine.comm.fused import FUSED, FusedCommunicator
+
+    torch.cuda.set_device(rank)
+    comm = FusedCommunicator(rank, 2, port)
+    torch.manual_seed(7)
+    norm = RMSNorm(1024, 1e-6, dtype=torch.bfloat16, device="cuda", kernels=Kernels("store"))
+    norm.weight.normal_()
+    torch.manual_seed(rank)
+    weight = torch.randn(1024, 128, device="cuda", dtype=torch.bfloat16) / 8
+    xs = {rows: torch.zeros(rows, 128, device="cuda", dtype=torch.bfloat16) for rows in ROWS}
+    begun = {r: torch.ones(r, 1024, device="cuda", dtype=torch.bfloat16) for r in ROWS}
+
+    def layers(rows: int) -> list[torch.Tensor]:
+        x, residual, found = xs[rows], begun[rows], []
+        for site in (Site.ATTN_O_PROJ, Site.MLP_DOWN_PROJ) * 2:
+            part = comm.partial_linear(x, weight, None, Kernels("store", "triton"))
+            normed, residual = comm.reduce_add_norm(part, residual, norm, site)
+            x = normed[:, :128].contiguous()
+            found += [normed, residual]
+        return found
+
+    def reference(rows: int) -> list[torch.Tensor]:
+        x, residual, found = xs[rows], begun[rows], []
+        for _ in range(4):
+            part = linear(x, weight, None, Kernels("store", "triton"))
+            torch.distributed.all_reduce(part)
+            normed, residual = norm(part, residual)
+            x = normed[:, :128].contiguous()
+            found += [normed, residual]
+        return found
+
+    heard = Paths(ObserverContext(rank, 2, "cuda"))
+    comm.attach([heard])
+    graphs, stream = {}, torch.cuda.Stream()
+    for rows in ROWS:
+        with torch.cuda.stream(stream):
+            layers(rows)
+        stream.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            outs = layers(rows)
+            graph.capture_end()
+        graphs[rows] = graph, outs
+        stream.synchronize()
+    assert {path for _, path in heard.result()} == {FUSED, TWO_SHOT}
+    comm.attach([])
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for turn in range(REPLAYS):
+        rows = ROWS[turn % len(ROWS)]
+        xs[rows].copy_(summand(rank, turn, xs[rows].nbytes, torch.bfloat16).view_as(xs[rows]))
+        expected = reference(rows)
+        if turn % 3 == rank:
+            torch.cuda._sleep(200_000)
+        if turn % 5:
+            graph, outs = graphs[rows]
+            graph.replay()
+        else:
+            outs = layers(rows)
+        for out, right in zip(outs, expected, strict=True):
+            wrong += (~torch.isclose(out.float(), right.float(), rtol=2**-6, atol=0.05)).sum()
+    assert int(wrong) == 0
+    comm.barrier()
+    graphs.clear()
+    comm.close()
+
+
+def test_a_sum_with_its_norm_is_both_apart_also_in_a_thousand_steps() -> None:
+    run_processes(_fused)
+
+
 TORCHS = {"linear": "torch"}
 MODES: list[dict[str, Any]] = [
     {"compile": scope, "enforce_eager": eager}
@@ -115,9 +199,10 @@ MODES: list[dict[str, Any]] = [
 ] + [{"enforce_eager": False, **TORCHS}, {"enforce_eager": False, "compile": "model", **TORCHS}]
 
 
+@pytest.mark.parametrize("comm", ["symm_mem", "symm_fused"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_greedy_tokens_are_transformers(
-    checkpoints: Checkpoints, mode: dict[str, Any], compile_cache: Path
+    checkpoints: Checkpoints, mode: dict[str, Any], comm: str, compile_cache: Path
 ) -> None:
     """In float32. Every all-reduce but none other is heard to go through symmetric memory."""
     path = checkpoints(**HEADS)
@@ -134,8 +219,8 @@ def test_greedy_tokens_are_transformers(
         "cache_dir": str(compile_cache),
         **mode,
     }
-    with LLM(path, tp=2, comm="symm_mem", **options) as llm:
-        assert llm.effective["comm"] == "symm_mem"
+    with LLM(path, tp=2, comm=comm, **options) as llm:
+        assert llm.effective["comm"] == comm
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 25)
         llm.attach([Paths])

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
-COMMS = pytest.mark.parametrize("comm", ["nccl", "symm_mem"])
+COMMS = pytest.mark.parametrize("comm", ["nccl", "symm_mem", "symm_fused"])
 
 
 def _probe_rank(rank: int, port: int, path: Path, out: Path, options: dict[str, Any]) -> None:

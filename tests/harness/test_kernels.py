@@ -66,14 +66,15 @@ NAMES = {
     "two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 2>": Kind.ALL_REDUCE,
     "multimem_all_reduce_kernel<c10::BFloat16, 16>": Kind.ALL_REDUCE,
     "multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>": Kind.ALL_REDUCE,
+    "_reduce_add_norm": Kind.ALL_REDUCE,
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": Kind.GATHER,
     "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t": Kind.GATHER,
     "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)": Kind.BROADCAST,
     "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": None,  # RCCL has this one alone
     "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)": None,
 }
-"""Communication kernels of NCCL before and since 2.19, of RCCL and of torch's symmetric memory, and
-the collective that a name tells; None: it does not."""
+"""Communication kernels of NCCL before and since 2.19, of RCCL, of torch's symmetric memory and of
+comm=symm_fused, and the collective that a name tells; None: it does not."""
 OTHERS = ("nvjet_tst_128x64_64x6_1x2_h_bz_TNT", "sm90_xmma_gemm_bf16bf16_bf16f32", "_store_kv",
           "void at::native::reduce_kernel<512, 1>", "triton_red_fused__to_copy_add_mean_0",
           "triton_per_fused__to_copy_add_all_reduce_mean_mul_pow_rsqrt_3",

@@ -100,7 +100,7 @@ SKIPPED = [
     (GPUS, {"engine__fused": "store"}, None),
     (CPU, {"engine__fused": "none"}, None),
     (CPU, {"engine__fused": "store"}, "engine.fused=store needs a CUDA device; none visible"),
-    (GPUS, {"comm": "gloo"}, f"comm=gloo {OTHERS} symm_mem, nccl on cuda"),
+    (GPUS, {"comm": "gloo"}, f"comm=gloo {OTHERS} symm_mem, nccl, symm_fused on cuda"),
     (GPUS, {"comm": "nccl"}, None),
     (GPUS, {"timing": "events"}, None),
 ]

@@ -82,3 +82,45 @@ def share_of(buffers: Buffers) -> Callable[[int, int, int], FakeShared]:
         return FakeShared(buffers, rank)
 
     return share
+
+
+@dataclass
+class FakeSides:
+    """SharedSides on one rank, of two sides of `nbytes` and `max_rows` rows: as SymmetricSides lays
+    them out, in memory that the ranks' processes share."""
+
+    memory: list[torch.Tensor]
+    nbytes: int
+    max_rows: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        bases = torch.tensor([held.data_ptr() for held in self.memory])
+        self.parts = [bases, bases + self.nbytes]
+        self.flags = bases + 2 * self.nbytes
+        self.epochs = torch.zeros(self.max_rows, dtype=torch.int32)
+
+    def side(self, turn: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        assert nbytes <= self.nbytes, "past the side's end"
+        return self.memory[self.rank][turn * self.nbytes :][:nbytes].view(dtype)
+
+    def reduce_add_norm(
+        self, turn: int, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from engine.kernels.reduce_triton import reduce_add_norm_triton
+
+        parts = self.parts[turn]
+        return reduce_add_norm_triton(
+            parts, self.flags, self.epochs, residual, weight, eps, self.rank
+        )
+
+
+def sides_of(memory: list[torch.Tensor]) -> Callable[[int, int, int, int], FakeSides]:
+    """What FusedCommunicator builds its sides by."""
+
+    def share(nbytes: int, max_rows: int, world: int, rank: int) -> FakeSides:
+        assert world == len(memory) and 2 * nbytes + world * max_rows * 4 <= len(memory[rank])
+        return FakeSides(memory, nbytes, max_rows, rank)
+
+    return share
