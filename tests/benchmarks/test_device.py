@@ -58,7 +58,7 @@ def test_decode_step(
     if reason := skip_reason(settings(**asked), Machine.probe()):
         pytest.skip(reason)
     if scope != "off" and not request.config.getoption("benchmark_enable"):
-        pytest.skip("compiling takes seconds; tests/engine/test_llm.py tests what comes out")
+        pytest.skip("compiling takes seconds; tests/engine/test_llm_tokens.py tests what comes out")
     shape = ModelShape.from_hf(folder(tmp_path))
     config = EngineConfig(
         model=str(tmp_path), load_format="dummy", num_pages=512, prefix_cache=False, overlap=False,

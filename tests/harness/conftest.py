@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+from harness import execute
+from tests.support.fake_session import FakeSession
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
+    """The sessions that executions start, which measure nothing; every point ends ok unless a test
+    sets another behaviour."""
+    made: list[FakeSession] = []
+    monkeypatch.setattr(FakeSession, "made", made, raising=False)
+    monkeypatch.setattr(FakeSession, "behaviour", lambda point, process: "ok", raising=False)
+    monkeypatch.setattr(FakeSession, "start_behaviour", lambda cfg, _: "ok", raising=False)
+    monkeypatch.setattr(execute, "Session", FakeSession)
+    return made
