@@ -57,7 +57,8 @@ class EngineConfig:
             read; None: on GPUs.
         prefix_cache: reuse full pages of equal prefixes.
         seed: base of the per-request seeds and of dummy weights.
-        threads_per_rank: intra-op threads of one rank on CPU; None: cores // tp.
+        threads_per_rank: intra-op threads of one rank on CPU, threads that build kernels (up to 8)
+            on a GPU; None: cores // tp.
         cache_dir: compile caches (one folder a rank below it); None: torch's own default.
         timeout_s: how long a rank waits in a collective before it gives up.
 

@@ -7,12 +7,11 @@ Triton's, 8 s of a start of 19 s on an H200's host.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -49,44 +48,33 @@ class _Rank(SoloCommunicator):
         return x.new_empty(len(x), self.world * x.shape[1]) if self.rank == 0 else None
 
 
-class Prebuild:
+@contextmanager
+def prebuilding(config: ResolvedConfig, shape: ModelShape, rank: int) -> Iterator[None]:
     """Own kernels of one rank on the current GPU, from entering on; leaving waits for them.
 
-    What fails here is logged, and the kernel built when it is launched.
+    What fails is logged and left to the launch that needs it.
     """
-
-    def __init__(self, config: ResolvedConfig, shape: ModelShape, rank: int) -> None:
-        threads = max(1, min(8, (os.cpu_count() or 1) // config.tp))
-        enter = partial(torch.cuda.set_device, torch.cuda.current_device())
-        self._pool = ThreadPoolExecutor(threads, "prebuild", initializer=enter)
-        self._given = (config, shape, rank)
-        self._started: Future[list[Future[None]]] | None = None
-
-    def __enter__(self) -> Prebuild:
-        self._started = self._pool.submit(self._start)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._started is not None
-        if kind is None:
-            try:
-                for build in self._started.result():
-                    build.result()
-            except Exception:
-                logger.warning("kernels are built as they are launched", exc_info=True)
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
-
-    def _start(self) -> list[Future[None]]:
-        return [self._pool.submit(build) for build in first_launches(*self._given)]
+    enter = partial(torch.cuda.set_device, torch.cuda.current_device())
+    threads = min(8, config.threads_per_rank)
+    pool = ThreadPoolExecutor(threads, "prebuild", initializer=enter)
+    begun = pool.submit(lambda: [pool.submit(f) for f in first_launches(config, shape, rank)])
+    try:
+        yield
+        try:
+            builds = begun.result()
+            wait(builds)
+            for build in builds:
+                build.result()
+        except Exception:
+            logger.warning("kernels are built as they are launched", exc_info=True)
+    finally:  # after an error or Ctrl-C what has not begun would run before the process ends
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @torch.inference_mode()
-def first_launches(config: ResolvedConfig, shape: ModelShape, rank: int) -> list[Any]:
+def first_launches(
+    config: ResolvedConfig, shape: ModelShape, rank: int
+) -> list[Callable[[], None]]:
     """What builds each own kernel that a rank will launch for the first time.
 
     The rank's own code says which: two of its layers run all kinds of steps on meta tensors, whose
@@ -101,8 +89,9 @@ def first_launches(config: ResolvedConfig, shape: ModelShape, rank: int) -> list
     if config.attention not in _PREFILL:
         foreign.add(prefill_triton._prefill)
     kinds = [Kernels(config.fused, config.linear)]
-    if config.compile != "off":  # the step that measures memory is not
-        kinds.append(Kernels("none", config.linear))
+    if config.compile != "off" and config.fused != "none":
+        # What is not compiled is the step that measures memory.
+        kinds = [*kinds[: config.num_pages is None], Kernels("none", config.linear)]
     with noting() as noted:
         for kernels in kinds:
             _run_on_meta(
@@ -113,7 +102,8 @@ def first_launches(config: ResolvedConfig, shape: ModelShape, rank: int) -> list
 
 def _run_on_meta(config: ResolvedConfig, shape: ModelShape, comm: _Rank, kernels: Kernels) -> None:
     dtype = getattr(torch, config.dtype)
-    model = Qwen3ForCausalLM(shape, comm, "triton", config.max_model_len, dtype, _META, kernels)
+    # One rotary row: it is computed on the CPU, and no kernel depends on how many there are.
+    model = Qwen3ForCausalLM(shape, comm, "triton", 1, dtype, _META, kernels)
     kv_cache = KVCache(shape, config.tp, 1, config.page_size, dtype, _META)
     # On the CPU, since meta tensors cannot be filled.
     buffers = BatchBuffers(
@@ -134,6 +124,8 @@ def _run_on_meta(config: ResolvedConfig, shape: ModelShape, comm: _Rank, kernels
         there = _on_meta(batch)
         logits = model.compute_logits(model(there, kv_cache), there)
         sampling(logits, _on_meta(rows), None)
+        if logits is not None:  # StepSampler.planned samples a float32 copy
+            sampling(logits.float(), _on_meta(rows), None)
 
 
 def _steps(

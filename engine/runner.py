@@ -26,7 +26,7 @@ from engine.kernels import Kernels, triton_builds
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.models.qwen import Qwen3ForCausalLM
-from engine.prebuild import Prebuild
+from engine.prebuild import prebuilding
 from engine.readback import Readback
 from engine.sampling_plan import SamplingPlan
 from engine.sampling_stage import SamplingStage
@@ -69,7 +69,7 @@ class Runner:
         self._use_cache_dir(config.cache_dir)
         self._counted_before = execution.compile_counters()
         begin = time.perf_counter()
-        with Prebuild(config, shape, comm.rank) if on_gpu else nullcontext():
+        with prebuilding(config, shape, comm.rank) if on_gpu else nullcontext():
             self.model = Qwen3ForCausalLM(
                 shape,
                 comm,

@@ -2,7 +2,8 @@
 
 Triton finds out at every launch which build of a kernel serves its arguments, and a step that no
 CUDA graph holds launches 250 kernels. What a build depends on is looked up here by a key made of
-the same facts, in half of Triton's time (tests/benchmarks/test_host.py::test_kernel_launch).
+the same facts, in half to two thirds of Triton's time (`test_kernel_launch` of
+tests/benchmarks/test_host.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Kernel:
     tensors, numbers and None by position, `tl.constexpr` and options of the build by name.
 
     What Triton builds anew is launched by Triton. Hooks of Triton's own launches (Proton's) do not
-    see later ones; CUPTI and nsys do.
+    see later ones (CUPTI and nsys do), and knobs that are set after the first one change nothing.
 
     Attributes:
         jit: what Triton makes of the function: the same arguments, the same results.
@@ -61,7 +62,7 @@ class Kernel:
         """Kernels that Triton has built or loaded of it in this process, on any device."""
         if not isinstance(self.jit, JITFunction):
             return 0
-        return sum(len(cache[0]) for cache in self.jit.device_caches.values())
+        return sum(len(cache[0]) for cache in list(self.jit.device_caches.values()))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         if not isinstance(self.jit, JITFunction):  # Triton interprets
@@ -77,8 +78,11 @@ class Kernel:
         noted = _noted.get()
         if noted is not None:
             if found is None:
-                build = partial(self._build, key, grid, args, constants)
-                noted.setdefault((self, *map(_specialized, key)), build)
+                # Triton's cache, made by this thread: of two that build at once each would make
+                # one, and what is in the first is lost.
+                _ = self.jit.device_caches[device]
+                build = partial(self._build, key, args, constants)
+                noted.setdefault((self, *specialized(key)), build)
             return
         if found is None:
             built = self.jit[grid](*args, **constants)
@@ -101,11 +105,10 @@ class Kernel:
     def _build(
         self,
         key: tuple[Any, ...],
-        grid: tuple[int, ...],
         args: tuple[Any, ...],
         constants: dict[str, Any],
     ) -> None:
-        built = self.jit.warmup(*args, grid=grid, **constants)
+        built = self.jit.warmup(*args, grid=(), **constants)
         if built is not None:
             built._init_handles()
             self._built[key] = built, self._rest(args, constants)
@@ -127,18 +130,19 @@ class Kernel:
             else:
                 kinds.append(float if isinstance(value, float) else value)
         for index in self._plain:
-            if args[index] in _INT32:
+            if type(args[index]) is int and args[index] in _INT32:
                 kinds[index] = int
         if addresses % _ALIGNMENT:
             kinds += [x.data_ptr() % _ALIGNMENT for x in args if isinstance(x, torch.Tensor)]
         return (device, *kinds, *constants.items())
 
 
-def _specialized(kind: Any) -> Any:
-    """What Triton builds for an integer: one kernel for all that are told apart by nothing here."""
-    if type(kind) is not int:
-        return kind
-    return kind == 1, kind % _ALIGNMENT == 0, kind in _INT32
+def specialized(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key with integers as Triton tells them apart: one kernel serves all that are equal here."""
+    return tuple(
+        (kind == 1, kind % _ALIGNMENT == 0, kind in _INT32) if type(kind) is int else kind
+        for kind in key
+    )
 
 
 def kernel(*, plain: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:

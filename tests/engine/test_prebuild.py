@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,14 +23,14 @@ from engine import layers, prebuild, sampler
 from engine.attention import flash
 from engine.batch import ForwardBatch
 from engine.buffers import BatchBuffers, SamplingRows
-from engine.comm.solo import SoloCommunicator
 from engine.config import ResolvedConfig
 from engine.graphs import bucket_sizes
 from engine.kernels import Kernels, store_kv, triton_builds
 from engine.kv_cache import KVCache
 from engine.models import qwen
-from engine.prebuild import Prebuild, first_launches
+from engine.prebuild import _Rank, first_launches, prebuilding
 from engine.sampling_stage import SamplingStage
+from engine.shape import ModelShape
 from engine.warmup import warmup_steps
 from tests.support import fake_cuda
 from tests.support.plans import SHAPE
@@ -43,7 +46,12 @@ MODEL = replace(SHAPE, hidden_size=256, head_dim=64, intermediate_size=4096, dty
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_cuda.FakeCuda]:
     for module in (layers, qwen, store_kv, sampler):
         monkeypatch.setattr(module, "runs_triton", lambda x: True)
-    monkeypatch.setattr(flash, "chunks", lambda q, *args: torch.zeros_like(q))
+    for name in ("chunks", "decode"):
+        monkeypatch.setattr(flash, name, lambda q, *args: torch.zeros_like(q))
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    cute.flash_attn_varlen_func = lambda q, *args, **options: (torch.zeros_like(q), None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     yield fake_cuda.install(monkeypatch, str(tmp_path))
 
 
@@ -51,30 +59,30 @@ def resolved(**changes: Any) -> ResolvedConfig:
     given: dict[str, Any] = {
         "model": "", "device": "cuda", "dtype": "bfloat16", "attention": "triton",
         "fused": "store", "linear": "triton", "comm": "nccl", "enforce_eager": False,
-        "max_model_len": 512, "page_size": 64, "num_pages": 4, "threads_per_rank": 1,
+        "max_model_len": 512, "page_size": 64, "num_pages": 4, "threads_per_rank": 2,
         "max_num_seqs": 80, "max_num_batched_tokens": 512,
     }  # fmt: skip
     return ResolvedConfig(**{**given, **changes})
 
 
 @torch.inference_mode()
-def serve(config: ResolvedConfig, kernels: Kernels) -> None:
-    """The step that measures memory, the warm-up and a step of each bucket."""
-    comm, cpu = SoloCommunicator(), torch.device("cpu")
-    half, sizes = torch.bfloat16, (config.max_num_batched_tokens, 1)
-    given = (MODEL, comm, config.attention, config.max_model_len, half, cpu, kernels)
+def serve(config: ResolvedConfig, shape: ModelShape, rank: int, kernels: Kernels) -> None:
+    """The step that measures memory, the warm-up, a step of each bucket, sampled in both ways."""
+    comm, cpu = _Rank(rank, config.tp), torch.device("cpu")
+    dtype, sizes = getattr(torch, config.dtype), (config.max_num_batched_tokens, 1)
+    given = (shape, comm, config.attention, config.max_model_len, dtype, cpu, kernels)
     model = qwen.Qwen3ForCausalLM(*given)
     for weight in model.parameters():
         torch.nn.init.zeros_(weight)
     assert config.num_pages is not None
-    cache = KVCache(MODEL, 1, config.num_pages, config.page_size, half, cpu)
+    cache = KVCache(shape, config.tp, config.num_pages, config.page_size, dtype, cpu)
     buffers = BatchBuffers(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len, page_size=config.page_size,
         dummy_page=config.num_pages, device=cpu,
     )  # fmt: skip
     stage = SamplingStage(
-        comm, buffers.last_tokens, max_num_seqs=config.max_num_seqs, vocab_size=MODEL.vocab_size
+        comm, buffers.last_tokens, max_num_seqs=config.max_num_seqs, vocab_size=shape.vocab_size
     )
 
     def steps() -> Iterator[tuple[ForwardBatch, SamplingRows]]:
@@ -84,97 +92,148 @@ def serve(config: ResolvedConfig, kernels: Kernels) -> None:
             yield buffers.views(rows, rows, (rows, 1, 1, rows), all_greedy=False)
 
     for batch, rows in steps():
-        stage(model.compute_logits(model(batch, cache), batch), rows, None)
-    comm.close()
+        logits = model.compute_logits(model(batch, cache), batch)
+        stage(logits, rows, None)
+        if logits is not None:
+            stage(logits.to(torch.float32, copy=True), rows, None)  # as StepSampler.planned
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "flash2_triton": {"attention": "flash2_triton", "page_size": 256},
-    "few sequences": {"max_num_seqs": 4, "enforce_eager": True},
-    "layers": {"fused": "layers", "linear": "torch"},
-    "products alone": {"fused": "none"},
-    "nothing": {"fused": "none", "linear": "torch"},
-}
+def builds(noted: Iterator[Any]) -> set[tuple[Any, ...]]:
+    """Kernel and what Triton tells apart, without the device."""
+    from engine.kernels.launch import specialized
+
+    return {(f.func.__self__.jit.__name__, *map(str, specialized(f.args[0])[1:])) for f in noted}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_steps_launch_what_was_built(gpu: fake_cuda.FakeCuda, name: str) -> None:
-    config = resolved(**CONFIGS[name])
+def test_steps_launch_what_was_built(gpu: fake_cuda.FakeCuda) -> None:
+    config = resolved()
     before = triton_builds()
     for build in first_launches(config, MODEL, rank=0):
         build()
     built = triton_builds() - before
     assert gpu.launches == [] and built == gpu.loads
-    serve(config, Kernels(config.fused, config.linear))
-    assert triton_builds() - before == gpu.loads == built > 0
+    serve(config, MODEL, 0, Kernels("store", "triton"))
+    assert triton_builds() - before == gpu.loads == built > 9
     assert {function for _, function, _ in gpu.launches} == set(range(1, built + 1))
-    assert not first_launches(config, MODEL, rank=0)
+    for build in first_launches(config, MODEL, rank=0):
+        build()
+    assert gpu.loads == built
 
 
-def test_compiled_code_needs_the_kernels_of_operators_too(gpu: fake_cuda.FakeCuda) -> None:
-    """And the step that measures memory, which is not compiled, those of the layers."""
+MODELS = {
+    "qwen3": MODEL,
+    "qwen2": replace(MODEL, qk_norm=False, qkv_bias=True, tied=False),
+    "biases": replace(MODEL, qkv_bias=True, o_bias=True, num_layers=1),
+    "few K/V heads": replace(MODEL, head_dim=128, num_heads=8, num_kv_heads=2),
+    "odd sizes": replace(MODEL, hidden_size=200, intermediate_size=1000, vocab_size=1001),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "flash2_triton": {"attention": "flash2_triton", "page_size": 256},
+    "flash2": {"attention": "flash2", "page_size": 256},
+    "flash4": {"attention": "flash4", "page_size": 256},
+    "few sequences": {"max_num_seqs": 4, "enforce_eager": True},
+    "one short sequence": {"max_num_seqs": 1, "max_model_len": 40, "max_num_batched_tokens": 1},
+    "many sequences": {"max_num_seqs": 300, "max_num_batched_tokens": 300},
+    "layers": {"fused": "layers", "linear": "torch", "dtype": "float16"},
+    "products alone": {"fused": "none", "dtype": "float32"},
+    "nothing": {"fused": "none", "linear": "torch", "attention": "sdpa"},
+    "two ranks": {"tp": 2},
+    "the second of two": {"tp": 2, "rank": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, "qwen3") for name in CONFIGS]
+    + [(name, model) for name in ("usual", "two ranks") for model in MODELS if model != "qwen3"],
+)
+def test_what_is_built_is_what_steps_launch(gpu: fake_cuda.FakeCuda, name: str, model: str) -> None:
+    from engine.kernels.launch import noting
+
+    given = dict(CONFIGS[name])
+    rank, shape = given.pop("rank", 0), MODELS[model]
+    config = resolved(**given)
+    found = builds(iter(first_launches(config, shape, rank)))
+    with noting() as noted:
+        serve(config, shape, rank, Kernels(config.fused, config.linear))
+    assert found == builds(iter(noted.values())) and found
+
+
+def test_compiled_code_needs_the_kernels_of_operators(gpu: fake_cuda.FakeCuda) -> None:
+    """And those of layers where the step is run that measures memory, which is not compiled."""
     names = {
-        scope: {
-            build.func.__self__.jit.__name__
-            for build in first_launches(resolved(compile=scope), MODEL, rank=0)
+        (scope, pages): {
+            name
+            for name, *_ in builds(
+                iter(first_launches(resolved(compile=scope, num_pages=pages), MODEL, rank=0))
+            )
         }
         for scope in ("off", "model")
+        for pages in (None, 4)
     }
-    assert names["model"] - names["off"] == {"_store"}
-    assert names["off"] == {
-        "_linear", "_decode", "_combine", "_prefill", "_rms_norm", "_norm_and_rotate",
-        "_silu_and_mul", "_block_max", "_block_race",
-    }  # fmt: skip
-
-
-def test_ranks_build_for_their_part_and_the_first_alone_samples(gpu: fake_cuda.FakeCuda) -> None:
-    found = {}
-    for rank in (0, 1):
-        builds = first_launches(resolved(tp=2), MODEL, rank=rank)
-        found[rank] = {build.func.__self__.jit.__name__: build.args[3] for build in builds}
-    assert set(found[0]) - set(found[1]) == {"_block_max", "_block_race"}
-    assert found[1]["_decode"]["KV_HEADS"] == 4
-
-
-def test_a_gpus_sampling_and_storing_are_always_own(gpu: fake_cuda.FakeCuda) -> None:
-    config = resolved(fused="none", linear="torch", attention="sdpa")
-    names = {b.func.__self__.jit.__name__ for b in first_launches(config, MODEL, rank=0)}
-    assert names == {"_store", "_block_max", "_block_race"}
+    layers_own = {"_rms_norm", "_norm_and_rotate"}
+    operators = {"_linear", "_decode", "_combine", "_prefill", "_silu_and_mul", "_block_max",
+                 "_block_race"}  # fmt: skip
+    assert names["off", None] == names["off", 4] == operators | layers_own
+    assert names["model", 4] == operators | {"_store"}
+    assert names["model", None] == operators | layers_own | {"_store"}
 
 
 @pytest.fixture
-def threads(gpu: fake_cuda.FakeCuda, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeCuda:
-    """Threads find the fake GPU and say that they chose it."""
+def threads(gpu: fake_cuda.FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs that threads chose; the fake one is the current one."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.device)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    gpu.chosen = chosen
-    return gpu
+    return chosen
 
 
-def test_threads_build_while_the_caller_goes_on(threads: fake_cuda.FakeCuda) -> None:
-    with Prebuild(resolved(), MODEL, 0):
+def given(monkeypatch: pytest.MonkeyPatch, *tasks: Callable[[], None]) -> None:
+    monkeypatch.setattr(prebuild, "first_launches", lambda *args: list(tasks))
+
+
+def test_threads_build_on_the_callers_gpu_and_are_waited_for(
+    threads: list[int], gpu: fake_cuda.FakeCuda
+) -> None:
+    with prebuilding(resolved(), MODEL, 0):
         caller = torch.ones(3).sum()
-    assert caller == 3 and threads.loads > 5 and set(threads.chosen) == {threads.device}
-    loads = threads.loads
+    loads = gpu.loads
+    assert caller == 3 and loads > 9 and set(threads) == {gpu.device}
     for build in first_launches(resolved(), MODEL, rank=0):
         build()
-    assert threads.loads == loads
+    assert gpu.loads == loads
 
 
-def test_what_fails_is_said_and_left_to_the_launch(
-    threads: fake_cuda.FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_fails_is_said_and_the_rest_built(
+    threads: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("no ptxas")
 
-    monkeypatch.setattr(prebuild, "first_launches", lambda *args: [fail])
-    with caplog.at_level(logging.WARNING), Prebuild(resolved(), MODEL, 0):
+    done: list[int] = []
+    given(monkeypatch, fail, *[lambda n=n: done.append(n) for n in range(9)])
+    with caplog.at_level(logging.WARNING), prebuilding(resolved(), MODEL, 0):
         pass
     assert "built as they are launched" in caplog.text and "no ptxas" in caplog.text
+    assert sorted(done) == list(range(9))
 
 
-def test_a_failure_of_the_caller_waits_for_no_build(threads: fake_cuda.FakeCuda) -> None:
-    with pytest.raises(ValueError, match="weights"), Prebuild(resolved(), MODEL, 0):
-        raise ValueError("weights")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failure_of_the_caller_waits_for_no_build(
+    threads: list[int], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Two are under way when it comes; the others never begin."""
+    begun: list[float] = []
+
+    def build() -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.2)
+
+    given(monkeypatch, *[build] * 50)
+    with pytest.raises(error, match="weights"), prebuilding(resolved(), MODEL, 0):
+        while len(begun) < 2:
+            time.sleep(0.001)
+        raise error("weights")
+    time.sleep(0.5)
+    assert len(begun) < 10

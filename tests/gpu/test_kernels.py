@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from engine.kernels import triton_builds
 from engine.kernels.store_kv import store_kv
 from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, norm_and_rotate
-from engine.prebuild import Prebuild
+from engine.prebuild import prebuilding
 from engine.sampler import Sampler
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
@@ -149,23 +152,37 @@ def test_a_launch_that_is_looked_up_reads_what_it_is_given() -> None:
             torch.testing.assert_close(own.cpu(), norm(x.cpu()), **tolerance(x.dtype))
 
 
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("attention", ["auto", "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True},
+        {"enforce_eager": False},
+        {"enforce_eager": False, "attention": "triton"},
+        {"enforce_eager": False, "compile": "model"},
+        {"enforce_eager": True, "compile": "layer"},
+    ],
+    ids=str,
+)
 def test_nothing_is_left_to_build_once_weights_are_loaded(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, attention: str, eager: bool
+    checkpoints: Checkpoints,
+    compile_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
 ) -> None:
-    """Of own kernels: measuring memory, warm-up, capture and steps find what threads built."""
-    counts, leave = [triton_builds()], Prebuild.__exit__
+    """Of own kernels: warm-up, capture and steps find what threads built."""
+    counts = [triton_builds()]
 
-    def left(self: Prebuild, *error: Any) -> None:
-        leave(self, *error)
+    @contextmanager
+    def counted(*given: Any) -> Iterator[None]:
+        with prebuilding(*given):
+            yield
         counts.append(triton_builds())
 
-    monkeypatch.setattr(Prebuild, "__exit__", left)
+    monkeypatch.setattr("engine.runner.prebuilding", counted)
     # A shape that no other test has, so that there is something to build.
-    size = 192 + 64 * (2 * eager + (attention == "auto"))
+    size = 192 + 64 * (sum(map(ord, str(options))) % 31)
     path = checkpoints(dtype="bfloat16", hidden_size=size, intermediate_size=3 * size, **HEADS)
-    probe = Probe(path, enforce_eager=eager, attention=attention)
+    probe = Probe(path, cache_dir=str(compile_cache), **options)
     probe.teacher_forced([list(range(30))] * 5, 20)
     probe.close()
     assert counts[0] < counts[1] == triton_builds()

@@ -21,7 +21,6 @@ class FakeCuda:
         self.device = next(_devices)
         self.launches: list[tuple[tuple[int, ...], int, tuple[Any, ...]]] = []
         self.loads = 0
-        self.chosen: list[int] = []  # by threads, where a test says so
         self._target = GPUTarget("cuda", 90, 32)
         limits = {"max_shared_mem": 227 * 1024}
         self.utils = SimpleNamespace(
