@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-_devices = count(99)  # no device's numbers, so that nothing built for one is launched elsewhere
+_devices = count(1000)  # no device's numbers, so that nothing built for one is launched elsewhere
 
 
 class FakeCuda:
