@@ -12,6 +12,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.comm.base import Communicator
+from engine.comm.fused import FUSED
 from engine.comm.symmetric import ONE_SHOT
 from engine.comm.types import CollectiveObserver, ObserverContext, Phase, Site, StepInfo
 from harness.backends import create
@@ -238,7 +239,8 @@ def test_latency_agrees_with_cupti(
     assert len(reduces) > 57 * 20 * 2
     assert 2 < reduces["transfer_us"].median() < 60
     assert set(reduces["bytes"]) == {4 * 1024 * 2}
-    assert set(reduces["path"]) == {"nccl" if comm == "nccl" else ONE_SHOT}
+    paths = {"nccl": {"nccl"}, "symm_mem": {ONE_SHOT}, "symm_fused": {FUSED, ONE_SHOT}}
+    assert set(reduces["path"]) == paths[comm]
     if enforce_eager:
         spans = results.collectives["span_us"]
         assert spans.median() > reduces["latency_us"].median()
