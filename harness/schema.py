@@ -187,7 +187,7 @@ expected_bytes int   B from the model's shape and the step's rows
 dtype        string! - of the payload
 world        int!    - ranks
 mode         string! - how the forward ran
-path         string! - gloo, nccl, symm_one_shot, symm_two_shot; symm_fused: a sum, addition and norm
+path         string! - gloo, nccl, symm_one_shot, symm_two_shot, symm_fused (and addition and norm)
 latency_us   float   us on this rank, waiting included, less floor_us
 floor_us     float   us what the same method reads round nothing (GPU: the smallest kernel)
 below_floor  bool    - latency_us is below zero; kept, never clamped
