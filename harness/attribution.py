@@ -17,6 +17,7 @@ from harness.roofline import bus_factor
 from harness.step_times import StepTimes
 
 _LAYER_SITES = (Site.ATTN_O_PROJ, Site.MLP_DOWN_PROJ)
+NORMED = "symm_fused"  # its times hold an addition and a norm (engine/comm/fused.py)
 
 
 class AttributionError(RuntimeError):
@@ -252,14 +253,15 @@ def _layers(rows: np.ndarray) -> np.ndarray:
 
 
 def bandwidth(joined: Joined) -> tuple[np.ndarray, np.ndarray]:
-    """([N] algbw, [N] busbw) in GB/s; NaN where the time is not above zero.
+    """([N] algbw, [N] busbw) in GB/s; NaN where the time is not above zero or holds a norm too.
 
     all_reduce: bytes / transfer_us, busbw x 2(n-1)/n; gather: bytes / latency_us at the root,
     busbw x (n-1)/n; broadcast: the same at the root, busbw = algbw (nccl-tests' definitions).
     """
     rooted = ~joined.is_kind(Kind.ALL_REDUCE)
     time_us = np.where(rooted, joined.latency_us[:, 0], joined.transfer_us)
-    usable = np.where(time_us > 0, time_us, np.nan)
+    normed = np.array([*(path == NORMED for path in joined.records[0].paths), False])
+    usable = np.where((time_us > 0) & ~normed[joined.rows["path"]], time_us, np.nan)
     algbw = joined.rows["bytes"] / usable / 1e3
     factors = np.array([bus_factor(kind, joined.world) for kind in Kind])
     return algbw, algbw * factors[joined.rows["kind"]]

@@ -145,7 +145,7 @@ def _latencies(rows: FigureRows, joined: Joined, pass_name: str) -> None:
                 rows.summarise(name, np.zeros(0), reason="rooted", **where)
         for name, values in (("algbw_GBps", algbw[chosen]), ("busbw_GBps", busbw[chosen])):
             usable = values[~np.isnan(values)]
-            reason = None if len(usable) else "no time above zero"
+            reason = None if len(usable) else "no time above zero that is the sum's alone"
             rows.summarise(name, usable, reason=reason, **where)
 
 

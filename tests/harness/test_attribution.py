@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.comm.fused import FUSED
 from engine.comm.types import Kind, Site
-from harness.attribution import AttributionError, bandwidth, join, shares
+from harness.attribution import NORMED, AttributionError, bandwidth, join, shares
 from harness.expected import check_expected, expected_bytes
 from harness.records import RankRecord
 from harness.step_times import StepTimes
@@ -161,6 +162,13 @@ def test_a_result_below_the_floor_is_kept_below_zero() -> None:
     assert joined.wait_us[0].tolist() == [pytest.approx(5.06), 0.0]
     algbw, busbw = bandwidth(joined)
     assert np.isnan(algbw[0]) and np.isnan(busbw[0]) and not np.isnan(algbw[1])
+
+
+def test_a_time_that_holds_a_norm_gives_no_bandwidth() -> None:
+    records = [replace(r, paths=(FUSED,)) for r in host_records(2, STEPS)]
+    joined = join(records)
+    assert NORMED == FUSED and (joined.transfer_us[joined.is_kind(Kind.ALL_REDUCE)] > 0).all()
+    assert np.isnan(bandwidth(joined)).all()
 
 
 def test_bandwidths_follow_their_definitions() -> None:
