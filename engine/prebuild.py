@@ -90,8 +90,9 @@ def first_launches(
         foreign.add(prefill_triton._prefill)
     kinds = [Kernels(config.fused, config.linear)]
     if config.compile != "off" and config.fused != "none":
-        # What is not compiled is the step that measures memory.
-        kinds = [*kinds[: config.num_pages is None], Kernels("none", config.linear)]
+        # Not compiled are the step that measures memory, and behind compiled layers the last norm.
+        plain = config.num_pages is None or config.compile == "layer"
+        kinds = [*kinds[:plain], Kernels("none", config.linear)]
     with noting() as noted:
         for kernels in kinds:
             _run_on_meta(

@@ -169,7 +169,7 @@ def test_compiled_code_needs_the_kernels_of_operators(gpu: fake_cuda.FakeCuda) -
                 iter(first_launches(resolved(compile=scope, num_pages=pages), MODEL, rank=0))
             )
         }
-        for scope in ("off", "model")
+        for scope in ("off", "layer", "model")
         for pages in (None, 4)
     }
     layers_own = {"_rms_norm", "_norm_and_rotate"}
@@ -177,6 +177,8 @@ def test_compiled_code_needs_the_kernels_of_operators(gpu: fake_cuda.FakeCuda) -
                  "_block_race"}  # fmt: skip
     assert names["off", None] == names["off", 4] == operators | layers_own
     assert names["model", 4] == operators | {"_store"}
+    # Behind compiled layers the last norm is a kernel.
+    assert names["layer", 4] == names["layer", None] == names["model", None]
     assert names["model", None] == operators | layers_own | {"_store"}
 
 
