@@ -18,6 +18,8 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.buffers import BatchBuffers, SamplingRows
+from engine.comm.base import AddNorm
+from engine.comm.fused import MAX_ROWS
 from engine.comm.solo import SoloCommunicator
 from engine.comm.types import Site
 from engine.config import ResolvedConfig
@@ -41,11 +43,24 @@ _Tensors = TypeVar("_Tensors", ForwardBatch, SamplingRows)
 class _Rank(SoloCommunicator):
     """A rank of `world` whose collectives do nothing. It is in no registry: no operator asks."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, config: ResolvedConfig) -> None:
+        self.rank, self.world = rank, config.tp
+        self._fused = config.comm == "symm_fused"
 
     def gather(self, x: torch.Tensor, site: Site) -> torch.Tensor | None:
         return x.new_empty(len(x), self.world * x.shape[1]) if self.rank == 0 else None
+
+    def reduce_add_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm: AddNorm, site: Site
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With symm_fused in both ways: how many rows a step has decides."""
+        if self._fused and len(residual) <= MAX_ROWS:
+            from engine.kernels.reduce_triton import reduce_add_norm_triton
+
+            parts = residual.new_empty(self.world, dtype=torch.int64)
+            epochs = residual.new_empty(MAX_ROWS, dtype=torch.int32)
+            reduce_add_norm_triton(parts, parts, epochs, residual, norm.weight, norm.eps, self.rank)
+        return super().reduce_add_norm(partial, residual, norm, site)
 
 
 @contextmanager
@@ -95,9 +110,7 @@ def first_launches(
         kinds = [*kinds[:plain], Kernels("none", config.linear)]
     with noting() as noted:
         for kernels in kinds:
-            _run_on_meta(
-                config, replace(shape, num_layers=_LAYERS), _Rank(rank, config.tp), kernels
-            )
+            _run_on_meta(config, replace(shape, num_layers=_LAYERS), _Rank(rank, config), kernels)
     return [build for (kernel, *_), build in noted.items() if kernel not in foreign]
 
 

@@ -68,7 +68,7 @@ def resolved(**changes: Any) -> ResolvedConfig:
 @torch.inference_mode()
 def serve(config: ResolvedConfig, shape: ModelShape, rank: int, kernels: Kernels) -> None:
     """The step that measures memory, the warm-up, a step of each bucket, sampled in both ways."""
-    comm, cpu = _Rank(rank, config.tp), torch.device("cpu")
+    comm, cpu = _Rank(rank, config), torch.device("cpu")
     dtype, sizes = getattr(torch, config.dtype), (config.max_num_batched_tokens, 1)
     given = (shape, comm, config.attention, config.max_model_len, dtype, cpu, kernels)
     model = qwen.Qwen3ForCausalLM(*given)
@@ -180,6 +180,17 @@ def test_compiled_code_needs_the_kernels_of_operators(gpu: fake_cuda.FakeCuda) -
     # Behind compiled layers the last norm is a kernel.
     assert names["layer", 4] == names["layer", None] == names["model", None]
     assert names["model", None] == operators | layers_own | {"_store"}
+
+
+def test_sums_that_are_one_with_a_norm_are_built_for_either_way(gpu: fake_cuda.FakeCuda) -> None:
+    many = {"max_num_seqs": 1100, "max_num_batched_tokens": 1100}
+    apart, one = (
+        builds(iter(first_launches(resolved(tp=2, comm=comm, **many), MODEL, rank=1)))
+        for comm in ("symm_mem", "symm_fused")
+    )
+    ((name, *what),) = one - apart
+    assert name == "_reduce_add_norm" and not apart - one
+    assert {"('RANK', 1)", "('WORLD', 2)", "('MAX_ROWS', 1024)", "('BLOCK', 256)"} <= set(what)
 
 
 @pytest.fixture
