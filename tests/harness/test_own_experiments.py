@@ -47,6 +47,8 @@ def test_the_readmes_example_is_listed_and_run(
     rows = load(last["run"]).points
     assert set(rows["reason"].dropna()) == {"two cores, and both are taken"}
     assert len(recorded("starts", cli.folder)) == 2
+    frame = load(last["run"]).summary
+    assert frame[frame["status"] == "ok"]["scaling_efficiency"].notna().all()
 
 
 def test_the_readmes_example_can_be_profiled(
