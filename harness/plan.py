@@ -146,7 +146,7 @@ def build(
         if rule is None:
             check_limits(cfg, models[key].shape)
     _check_traces(resolved)
-    _fill_max_num_seqs(resolved, left_out)
+    fill_max_num_seqs(resolved, left_out)
 
     points: dict[str, Point] = {}
     for cfg, rule in zip(resolved, left_out, strict=True):
@@ -223,7 +223,7 @@ def _part(cfg: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return {name: cfg[name] for name in fields}
 
 
-def _fill_max_num_seqs(configs: Sequence[dict[str, Any]], left_out: Sequence[str | None]) -> None:
+def fill_max_num_seqs(configs: Sequence[dict[str, Any]], left_out: Sequence[str | None]) -> None:
     """null becomes the largest batch among the points that could share an engine but for the number
     of its ranks, those that a rule leaves out not counted. So a rule of one TP size gives no other
     limit to it than to the TP sizes that it is divided by.
