@@ -10,8 +10,8 @@ RUN = f"""\
 python -m harness [run] +experiment=NAME [SETTING=VALUE ...] [--config-dir DIR]
 
 Runs a sweep, or continues one that was broken off. Every point ends as a row; the last line on
-stdout is JSON for scripts. Exit status 0: every point is ok, skipped or contaminated; 1: one is
-not, or a setting is wrong; 130: interrupted.
+stdout is JSON for scripts. Exit status 0: every point is ok, skipped or contaminated, and be they
+all skipped; 1: one is not, or a setting is wrong; 130: interrupted.
   fail_fast=true        stops behind the first failure; the same command goes on from there
   measure.point_timeout_s=60   ends a point that hangs as timeout; the next one is run
   resume=never|RUN      a new run, or that one
