@@ -37,6 +37,7 @@ def test_the_readmes_example_is_listed_and_run(
     listed = capsys.readouterr().out.splitlines()
     assert main([*words[:2], "list", *words[2:], f"results_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.splitlines() == listed, "the verb may stand behind the folder"
+    assert "page_size=null, " in listed[0] and "None" not in "".join(listed)
     assert listed[0].startswith("mine: ") and listed[-2] == "8 points, 2 skipped, 2 engine starts"
 
     (tmp_path / "fake").mkdir()
