@@ -51,7 +51,8 @@ def summary(results: Results) -> pd.DataFrame:
     found, costs = groups(results, AXES), of_points(results)
     rows = [row for group in found for row in _rows(group, costs)]
     if not any(row[f"{peer}_verdict"] is not None for row in rows for peer in PEERS):
-        why = "; ".join(dict.fromkeys(str(row["reason"]) for row in rows))
+        why = "; ".join(dict.fromkeys(row["reason"] for row in rows if row["reason"] is not None))
+        why = why or "no engine has figures"
         raise ExperimentError(
             f"no cell has native and another engine ({why}); run "
             "python -m harness +experiment=peers"

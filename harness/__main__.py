@@ -152,7 +152,8 @@ def collect(arguments: Sequence[str]) -> int:
     runs = [run for one in folders for run in (runs_below(one) if is_fan_out(one) else [one])]
     for run in runs:
         if not (run / "plan.json").is_file():
-            print(f"collect: {run} is no run folder (it has no plan.json)", file=sys.stderr)
+            print(f"collect: {run} is no run folder (it has no plan.json){_below(run)}",
+                  file=sys.stderr)  # fmt: skip
             return 2
     if not runs:
         print(f"collect: no job of {folders[0]} has planned its points yet", file=sys.stderr)
@@ -173,6 +174,13 @@ def collect(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _below(folder: Path) -> str:
+    """The newest three runs in a folder, as what to name in its place."""
+    made = {file.parent: file.stat().st_mtime for file in folder.glob("*/plan.json")}
+    newest = sorted(made, key=lambda run: made[run], reverse=True)[:3]
+    return f"; name one of its runs, the newest: {', '.join(map(str, newest))}" if newest else ""
 
 
 def profile(arguments: Sequence[str]) -> int:

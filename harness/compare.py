@@ -70,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def fraction(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a fraction between 0 and 1, such as 0.03")
     return value

@@ -156,7 +156,9 @@ class BenchConfig:
 
 
 def as_written(value: Any) -> str:
-    """A value as a command line has it: true, not True."""
+    """A value as a command line has it: true, not True, and null, not None."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from harness import engine_costs, naming, report
-from harness.frames import parts, summary_units
+from harness.frames import of_runs, parts, summary_units
 from harness.plain import jsonable
 from harness.schema import SCHEMA_VERSION
 from harness.store import Results, opened
@@ -30,7 +30,7 @@ NULLABLE = (*report.FIGURE_OF, "spread", "scaling_efficiency", "phase", *_COSTS)
 
 def frame(run: str | Path | Results) -> pd.DataFrame:
     """The summary with ORIGIN behind it. Whatever a run measured, these columns are there; only
-    settings that vary and are no axis come on top.
+    settings that are no axis and vary, or differ from their default, come on top.
 
     Raises:
         StoreError: no such run, or a damaged file.
@@ -38,11 +38,11 @@ def frame(run: str | Path | Results) -> pd.DataFrame:
     import pandas as pd
 
     runs = parts(opened(run))
-    return pd.concat([_frame(one) for one in runs], ignore_index=True)
+    frames = [_frame(one, found) for one, found in zip(runs, of_runs(runs), strict=True)]
+    return pd.concat(frames, ignore_index=True)
 
 
-def _frame(results: Results) -> pd.DataFrame:
-    found = report.summary(results)
+def _frame(results: Results, found: pd.DataFrame) -> pd.DataFrame:
     points = results.table("points", ["point_id", *ORIGIN]).drop_duplicates("point_id")
     further = [name for name in ORIGIN if name not in found]
     whole = found.merge(points[["point_id", *further]], on="point_id", validate="one_to_one")
@@ -56,7 +56,7 @@ def csv(run: str | Path | Results) -> str:
 
 def markdown(run: str | Path | Results) -> str:
     """The printed table, and below it what its rows were measured on; of several runs, each."""
-    texts = [f"{report.markdown(one)}\n\n{origin(_frame(one))}" for one in parts(opened(run))]
+    texts = [f"{report.markdown(one)}\n\n{origin(frame(one))}" for one in parts(opened(run))]
     return "\n\n".join(texts)
 
 
@@ -80,11 +80,13 @@ def origin(whole: pd.DataFrame) -> str:
 def rows(run: str | Path | Results) -> list[dict[str, Any]]:
     """The frame as plain dicts that JSON can hold, each with `settings`, everything that was asked
     for, and `reasons`, why each figure of NULLABLE that is null is so."""
-    return [row for one in parts(opened(run)) for row in _rows(one)]
+    runs = parts(opened(run))
+    frames = of_runs(runs)
+    return [row for one, found in zip(runs, frames, strict=True) for row in _rows(one, found)]
 
 
-def _rows(results: Results) -> list[dict[str, Any]]:
-    whole = _frame(results).astype(object)
+def _rows(results: Results, summary: pd.DataFrame) -> list[dict[str, Any]]:
+    whole = _frame(results, summary).astype(object)
     requested = results.table("points", ["point_id", "requested"]).drop_duplicates("point_id")
     asked = dict(zip(requested["point_id"], requested["requested"], strict=True))
     reasons = _Reasons(results)

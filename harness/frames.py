@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness import engine_costs, schema
 from harness.figures import FIGURES
-from harness.report import AXES, FIGURE_OF
+from harness.report import AXES, FIGURE_OF, further
 from harness.report import summary as of_run
 from harness.store import Results, StoreError
 
@@ -41,7 +41,7 @@ def summary(results: Results) -> pd.DataFrame:
     import pandas as pd
 
     runs = parts(results)
-    frames = [_named(run) for run in runs]
+    frames = [_named(run, frame) for run, frame in zip(runs, of_runs(runs), strict=True)]
     if not runs:
         frames = [frame.assign(file=path.name) for path, frame in _csv_files(results.run_dir)]
     if not frames:
@@ -97,9 +97,20 @@ def parts(results: Results) -> list[Results]:
     return [Results(folder, tuple(schema.TABLES), None) for folder in folders]
 
 
-def _named(run: Results) -> pd.DataFrame:
+def of_runs(runs: Sequence[Results]) -> list[pd.DataFrame]:
+    """The summary of each. A setting that has a column in one of them has it in all, so that a run
+    that left it alone says its default."""
+    frames = [of_run(run) for run in runs]
+    names = list(dict.fromkeys(name for frame in frames for name in further(frame)))
+    return [
+        frame if {*names} <= {*frame} else of_run(run, names)
+        for run, frame in zip(runs, frames, strict=True)
+    ]
+
+
+def _named(run: Results, frame: pd.DataFrame) -> pd.DataFrame:
     names = run.table("points", ["point_id", "run_id"]).drop_duplicates("point_id")
-    return of_run(run).merge(names, on="point_id", validate="one_to_one")
+    return frame.merge(names, on="point_id", validate="one_to_one")
 
 
 def _csv_files(folder: Path) -> list[tuple[Path, pd.DataFrame]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import AXES, ENGINE_AXES, FIXED_BATCH, SettingsError
 from harness.fingerprint import digest, file_digest
 from harness.machine import Machine, skip_reason
+from harness.scaling import OF_RANKS
 from harness.skip_rules import skip_rule
 from harness.validation import validate
 
@@ -145,7 +146,7 @@ def build(
         if rule is None:
             check_limits(cfg, models[key].shape)
     _check_traces(resolved)
-    _fill_max_num_seqs(resolved, left_out)
+    fill_max_num_seqs(resolved, left_out)
 
     points: dict[str, Point] = {}
     for cfg, rule in zip(resolved, left_out, strict=True):
@@ -222,16 +223,18 @@ def _part(cfg: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return {name: cfg[name] for name in fields}
 
 
-def _fill_max_num_seqs(configs: Sequence[dict[str, Any]], left_out: Sequence[str | None]) -> None:
-    """null becomes the largest batch among the points that could share an engine, those that a rule
-    leaves out not counted.
+def fill_max_num_seqs(configs: Sequence[dict[str, Any]], left_out: Sequence[str | None]) -> None:
+    """null becomes the largest batch among the points that could share an engine but for the number
+    of its ranks, those that a rule leaves out not counted. So a rule of one TP size gives no other
+    limit to it than to the TP sizes that it is divided by.
 
     Where `batch` is how many requests run at once (a trace), it is the engine's own limit, and a
     larger one would change what is measured: such a point keeps its own batch.
     """
+    fields = [name for name in ENGINE_FIELDS if name not in OF_RANKS]
     largest: dict[str, int] = {}
     open_ones = [
-        (cfg, digest(_part(cfg, ENGINE_FIELDS)), rule)
+        (cfg, digest(_part(cfg, fields)), rule)
         for cfg, rule in zip(configs, left_out, strict=True)
         if cfg["engine"]["max_num_seqs"] is None
     ]

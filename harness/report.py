@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from harness.config import ENGINE_AXES, as_written
 from harness.flags import FLAG, of_scaling
 from harness.gpu_state import SHARED, THROTTLED
 from harness.marker import worst_status
+from harness.scaling import ARRIVALS, scaling_efficiency
 from harness.store import Results, StoreError, opened
 from harness.telemetry import BUSY
 
@@ -45,18 +46,21 @@ FIGURE_OF: dict[str, tuple[str, str, dict[str, str | None]]] = {
 }
 BY_PHASE = ("step_p50_us", "transfer_us_per_step", "wait_us_per_step", "comm_share",
              "instrument_share")  # fmt: skip
+NO_ROWS = "no point has ended yet, so there is no table"
 NOTED_SHARE = 0.1
 """Of a clean step: where reading the collectives of a GPU adds more, the printed table says so."""
 
 
-def summary(run: str | Path | Results) -> pd.DataFrame:
-    """One row a point, in the order of the run, or of several runs one after the other.
+def summary(run: str | Path | Results, also: Sequence[str] = ()) -> pd.DataFrame:
+    """One row a point, in the order of the run, or of several runs one after the other. `also`:
+    settings that have a column whatever their values are.
 
-    Columns: index, point_id, status, the axes, other settings that vary, n_process, repeats, the
-    figures of FIGURE_OF, spread (standard deviation / median of output_tok_s over all repeats),
-    scaling_efficiency, phase (that the step's figures are of: decode, or prefill where the workload
-    has no pure decode step), scaling_reason (why there is none), engine_costs.COLUMNS, notes,
-    reason. Of several fresh engines it is the median. Only ok and contaminated points have figures.
+    Columns: index, point_id, status, the axes, other settings that vary or differ from their
+    default, n_process, repeats, the figures of FIGURE_OF, spread (standard deviation / median of
+    output_tok_s over all repeats), scaling_efficiency, phase (that the step's figures are of:
+    decode, or prefill where the workload has no pure decode step), scaling_reason (why there is
+    none), engine_costs.COLUMNS, notes, reason. Of several fresh engines it is the median. Only ok
+    and contaminated points have figures.
     """
     import pandas as pd
 
@@ -93,7 +97,7 @@ def summary(run: str | Path | Results) -> pd.DataFrame:
         flag = of_scaling(int(row["tp"]), efficiency)
         row["notes"] = "; ".join(filter(None, (row["notes"], flag))) or None
     figures = [*FIGURE_OF, "spread", "scaling_efficiency", "phase", "scaling_reason"]
-    names = ["index", "point_id", "status", *AXES, *_further(rows), "n_process", "repeats"]
+    names = ["index", "point_id", "status", *AXES, *_further(rows, also), "n_process", "repeats"]
     return pd.DataFrame(rows, columns=[*names, *figures, *engine_costs.COLUMNS, "notes", "reason"])
 
 
@@ -102,11 +106,12 @@ def settings(requested: str) -> dict[str, Any]:
     return naming.settings(json.loads(requested))
 
 
-def _further(rows: list[dict[str, Any]]) -> list[str]:
-    """Settings that vary over the points and are not among AXES."""
+def _further(rows: list[dict[str, Any]], also: Sequence[str]) -> list[str]:
+    """Settings that are not among AXES and vary over the points, or differ from their default."""
     asked = [row["settings"] for row in rows]
-    names = dict.fromkeys(name for one in asked for name in one)
-    return [n for n in names if n not in AXES and len({repr(one.get(n)) for one in asked}) > 1]
+    names = {*naming.varying(asked), *naming.changed(asked), *also}
+    known = dict.fromkeys([*(name for one in asked for name in one), *also])
+    return [name for name in known if name in names and name not in AXES]
 
 
 def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
@@ -131,37 +136,6 @@ def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
     return found
 
 
-ARRIVALS = "requests arrive over time, which sets the throughput"
-
-
-def scaling_efficiency(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str | None]]:
-    """(output_tok_s(tp) / (tp x output_tok_s(1)), None), with the point of tp=1 whose settings are
-    all equal but for tp and comm (one rank has no collectives); or (None, reason). `rows` have
-    status, output_tok_s, tp and settings."""
-    settings_of = [
-        {k: v for k, v in row["settings"].items() if k not in ("tp", "comm")} for row in rows
-    ]
-    keys = [json.dumps(one, sort_keys=True) for one in settings_of]
-    single = {
-        key: float(row["output_tok_s"])
-        for key, row in zip(keys, rows, strict=True)
-        if row["status"] == "ok" and row["tp"] == 1 and row["output_tok_s"] is not None
-    }
-
-    def of(key: str, row: Mapping[str, Any]) -> tuple[float | None, str | None]:
-        if row["status"] != "ok":
-            return None, f"the point is {row['status']}"
-        if row["output_tok_s"] is None:
-            return None, "the point has no output_tok_s"
-        if row["settings"]["workload.arrivals"] != "all":
-            return None, ARRIVALS
-        if key not in single:
-            return None, "no point of tp=1 with these settings is ok"
-        return float(row["output_tok_s"]) / (int(row["tp"]) * single[key]), None
-
-    return [of(key, row) for key, row in zip(keys, rows, strict=True)]
-
-
 # Printed column: heading (in two lines where one would be wide), column of the summary, factor,
 # format.
 _PRINTED: tuple[tuple[str, str, float, str], ...] = (
@@ -183,12 +157,12 @@ _EXTRA: tuple[tuple[str, str, float, str], ...] = (
 
 
 def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
-    """(headings, rows of text, what is equal in all rows): the axes that vary and the printed
-    figures; `-` is a missing figure."""
+    """(headings, rows of text, what is equal in all rows): the axes and settings that vary and the
+    printed figures; `-` is a missing figure."""
     import pandas as pd
 
-    varying = _varying(frame)
-    same = [a for a in AXES if a not in varying and len(frame) and pd.notna(frame[a].iloc[0])]
+    varying, named = _varying(frame), [*AXES, *further(frame)]
+    same = [a for a in named if a not in varying and len(frame) and pd.notna(frame[a].iloc[0])]
     printed = list(_PRINTED)
     if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
         printed[2:2] = _EXTRA
@@ -206,11 +180,16 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     return headings, rows, ", ".join(f"{a}={_text(frame[a].iloc[0])}" for a in same)
 
 
+def further(frame: pd.DataFrame) -> list[str]:
+    """The columns of a summary that are settings and not among AXES."""
+    names = list(frame.columns[frame.columns.get_loc("cache") + 1 :])
+    return names[: names.index("n_process")]
+
+
 def _varying(frame: pd.DataFrame) -> list[str]:
     """The axes and further settings that are printed as columns."""
-    further = list(frame.columns[frame.columns.get_loc("cache") + 1 :])
-    further = further[: further.index("n_process")]
-    return [a for a in AXES if a in ALWAYS or len(set(map(str, frame[a]))) > 1] + further
+    named = [*AXES, *further(frame)]
+    return [a for a in named if a in ALWAYS or len(set(map(str, frame[a]))) > 1]
 
 
 def engines(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -228,6 +207,13 @@ def remarks(frame: pd.DataFrame) -> list[str]:
         said.append(f"{were} measured on a busy machine: do not trust times of a CPU there")
     if (frame["scaling_reason"] == ARRIVALS).any():
         said.append(f"no scaling efficiency where {ARRIVALS}")
+    without = frame[(frame["status"] == "ok") & frame["scaling_reason"].notna()]
+    for reason, points in without[without["scaling_reason"] != ARRIVALS].groupby(
+        "scaling_reason", sort=False
+    ):
+        sizes = ", ".join(f"tp={tp}" for tp in points["tp"].unique())
+        number = "1 point" if len(points) == 1 else f"{len(points)} points"
+        said.append(f"no scaling efficiency at {sizes} ({number}): {reason}")
     return said
 
 
@@ -252,7 +238,9 @@ def _remark(point: pd.Series) -> str:
 def _text(value: Any) -> str:
     import pandas as pd
 
-    return "-" if pd.isna(value) else as_written(value)
+    if pd.isna(value):
+        return "-"
+    return as_written(value.item() if hasattr(value, "item") else value)
 
 
 def markdown(run: str | Path | Results) -> str:
@@ -260,6 +248,8 @@ def markdown(run: str | Path | Results) -> str:
     from harness.console import markdown_table
 
     frame = summary(run)
+    if frame.empty:
+        return NO_ROWS
     headings, rows, same = view(frame)
     lines = [same, "", markdown_table(headings, rows)]
     lines += [f"\n{remark}." for remark in remarks(frame)]
@@ -274,6 +264,9 @@ def print_summary(run: str | Path | Results, console: Console) -> None:
     from harness.console import print_line, print_table
 
     frame = summary(run)
+    if frame.empty:
+        print_line(console, NO_ROWS)
+        return
     headings, rows, same = view(frame)
     print_line(console, same)
     right = [p[0] for p in (*_PRINTED, *_EXTRA, _MBU)]

@@ -10,8 +10,8 @@ RUN = f"""\
 python -m harness [run] +experiment=NAME [SETTING=VALUE ...] [--config-dir DIR]
 
 Runs a sweep, or continues one that was broken off. Every point ends as a row; the last line on
-stdout is JSON for scripts. Exit status 0: every point is ok, skipped or contaminated; 1: one is
-not, or a setting is wrong; 130: interrupted.
+stdout is JSON for scripts. Exit status 0: every point is ok, skipped or contaminated, and be they
+all skipped; 1: one is not, or a setting is wrong; 130: interrupted.
   fail_fast=true        stops behind the first failure; the same command goes on from there
   measure.point_timeout_s=60   ends a point that hangs as timeout; the next one is run
   resume=never|RUN      a new run, or that one
@@ -50,8 +50,10 @@ WHOLE_COMPARE = f"""\
 {COMPARE}
 
 Judges run B against run A, cell by cell: SAME, FASTER, SLOWER or AMBIGUOUS. Each is a run folder,
-or a published one, which holds points/ or repeats.csv. A verdict needs 5 repeats a side. Exit
-status 1: something is SLOWER (or AMBIGUOUS, if asked for); 2: the two cannot be compared."""
+or a published one, which holds points/ or repeats.csv. A verdict needs 5 repeats a side and several
+fresh engines, 5 as a rule (measure.n_process=5), or one engine and --floor, the ratio by which
+fresh engines differ here (docs/verdicts.md). Exit status 1: something is SLOWER (or AMBIGUOUS, if
+asked for); 2: the two cannot be compared."""
 CALIBRATE = """\
 python -m harness calibrate [--world 1,2] [--again] [--markdown | --json]
         [--results-dir results/runs]

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from harness.arguments import numbers
 from harness.calibration.file import Calibration, path_of
 from harness.calibration.measure import calibrate
 from harness.calibration.parts import default_worlds, plan
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0, 1 where a part failed that this machine should measure, 2 where the command line
     is wrong, 130 if interrupted; what was measured by then is in the file."""
     parser = argparse.ArgumentParser(prog="python -m harness calibrate", add_help=False)
-    parser.add_argument("--world", type=_worlds)
+    parser.add_argument("--world", type=numbers)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -76,10 +77,3 @@ def show(calibration: Calibration, options: argparse.Namespace) -> None:
         right = [heading for heading in headings if heading not in LEFT]
         print_table(console, headings, rows, wrapped=WRAPPED, right=right)
     print_line(console, "\n".join(["", *remarks(calibration), str(calibration.path)]))
-
-
-def _worlds(text: str) -> list[int]:
-    worlds = [int(word) for word in text.split(",")]
-    if not worlds or min(worlds) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give numbers of ranks, as in 1,2")
-    return worlds

@@ -10,6 +10,7 @@ results/runs/<experiment>-<UTC time>-<random>/
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -17,14 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import ENGINE_AXES, SettingsError
+from harness.config import ENGINE_AXES, FIXED_BATCH, SettingsError
 from harness.fingerprint import digest, sources
 from harness.hardware import versions
 from harness.leftovers import is_finished
 from harness.marker import now, write_json
 from harness.naming import named, settings, varying
-from harness.plan import ENGINE_FIELDS, Plan, Point
+from harness.plan import ENGINE_FIELDS, Plan, Point, fill_max_num_seqs
 from harness.runs import RunFolder, new_folder, read_plan
+from harness.skip_rules import skip_rule
 from harness.storage import try_lock
 from harness.worker import Functions
 
@@ -127,7 +129,7 @@ def open_fan_out(configs: Sequence[dict[str, Any]], functions: Functions) -> Fan
             f"resume={resume}: with a launcher give auto, which continues the newest unfinished "
             "fan-out of the same sweep, or never"
         )
-    groups = by_engine(configs)
+    groups = _with_limits(by_engine(configs))
     key = digest([groups, sources(), versions()])
     try:
         found = None if resume == "never" else _unfinished(results_dir, key)
@@ -145,6 +147,19 @@ def by_engine(configs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     for cfg in configs:
         groups.setdefault(digest([cfg[name] for name in ENGINE_FIELDS]), []).append(cfg)
     return list(groups.values())
+
+
+def _with_limits(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The groups with engine.max_num_seqs as one plan of all would fill it: a job sees its own
+    points alone. A point that a rule leaves out and whose batch is larger stays as it is."""
+    filled = [[copy.deepcopy(cfg) for cfg in group] for group in groups]
+    fixed = [cfg for group in filled for cfg in group if cfg["workload"]["kind"] in FIXED_BATCH]
+    asked = [cfg["engine"]["max_num_seqs"] for cfg in fixed]
+    fill_max_num_seqs(fixed, [skip_rule(cfg) for cfg in fixed])
+    for cfg, before in zip(fixed, asked, strict=True):
+        if cfg["batch"] > cfg["engine"]["max_num_seqs"]:
+            cfg["engine"]["max_num_seqs"] = before
+    return filled
 
 
 def list_jobs(configs: Sequence[dict[str, Any]], launcher: str, submit: Any) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from harness.arguments import numbers
 from harness.calibration.curves import Curves
 from harness.calibration.file import Calibration, path_of
 from harness.console import markdown_table, print_line, print_table, stdout
@@ -19,6 +20,10 @@ from harness.prediction.predict import Fitted, fitted, rows
 from harness.roofline import Ceilings
 from harness.store import StoreError
 
+NOTHING = (
+    "every cell asked for is measured, so nothing is predicted; say what the runs do not hold by "
+    "--tp, --batch or --model, as in --tp 8"
+)
 Table = tuple[str, list[str], list[list[str]]]
 
 
@@ -26,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0, 1 where nothing could be predicted, 2 where the command line is wrong."""
     parser = argparse.ArgumentParser(prog="python -m harness predict", add_help=False)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--tp", type=_numbers, default=[])
-    parser.add_argument("--batch", type=_numbers, default=[])
+    parser.add_argument("--tp", type=numbers, default=[])
+    parser.add_argument("--batch", type=numbers, default=[])
     parser.add_argument("--model", type=lambda text: text.split(","), default=[])
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--markdown", action="store_true")
@@ -46,8 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 
         print(pd.DataFrame(found).to_csv(index=False).rstrip("\n"))
     else:
-        _show([*map(_fit_table, groups), _left_out_table(groups), _rows_table(found)], notes,
-              options.markdown)  # fmt: skip
+        tables = [*map(_fit_table, groups), _left_out_table(groups), *_rows_tables(found)]
+        _show(tables, notes, options.markdown)
+    if all(row["status"] == "ok" for row in found):
+        print(f"predict: {NOTHING}", file=sys.stderr)
     return int(not any(row["status"] == "predicted" for row in found))
 
 
@@ -126,7 +133,8 @@ def _left_out_table(groups: Sequence[Fitted]) -> Table:
     return "Errors on cells left out of the fit", headings, lines
 
 
-def _rows_table(found: Sequence[dict[str, Any]]) -> Table:
+def _rows_tables(found: Sequence[dict[str, Any]]) -> list[Table]:
+    """The rows that were not measured as a table; none where there is none."""
     headings = ["status", "model", "tp", "batch", "eager", "compile", "step us", "read us",
                 "matmul us", "layers us", "comm us", "comm %", "+- %", "reason"]  # fmt: skip
     lines = []
@@ -140,15 +148,8 @@ def _rows_table(found: Sequence[dict[str, Any]]) -> Table:
         cells += [_percent(row["comm_share"]), _percent(row["expected_error"])]
         lines.append([*cells, row["reason"] or ""])
     title = "Predicted; +- is the mean error on cells left out along what is new in the row"
-    return title, headings, lines
+    return [(title, headings, lines)] if lines else []
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [int(word) for word in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give whole numbers above 0, as in 4,8")
-    return numbers

@@ -108,6 +108,13 @@ def test_native_alone_is_no_comparison(tmp_path: Path) -> None:
                reason="vllm is not installed", **GPU)  # fmt: skip
     with pytest.raises(ExperimentError, match=r"vllm: skipped: vllm is not installed.*peers$"):
         summary(load(tmp_path / "run"))
+    write_engine(tmp_path / "alone", "native", 1.0, 0)
+    with pytest.raises(ExperimentError) as refused:
+        summary(load(tmp_path / "alone"))
+    assert str(refused.value) == (
+        "no cell has native and another engine (transformers: not in the run; nanovllm: not in the "
+        "run; vllm: not in the run); run python -m harness +experiment=peers"
+    )
 
 
 def test_the_report_has_a_column_an_engine(behind: Path, tmp_path: Path) -> None:

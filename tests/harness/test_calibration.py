@@ -207,4 +207,5 @@ def test_a_world_that_is_no_number_of_ranks_is_refused(
     world: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["--world", world]) == 2
-    assert "--world" in capsys.readouterr().err
+    told = f"argument --world: {world}: give whole numbers above 0 separated by commas, as in 4,8"
+    assert told in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,7 +187,28 @@ def test_collect_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert entry.main(["collect"]) == 2
     assert "name a run folder, or several" in capsys.readouterr().err
     assert entry.main(["collect", str(tmp_path)]) == 2
-    assert "is no run folder (it has no plan.json)" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"collect: {tmp_path} is no run folder (it has no plan.json)\n"
+    )
+    for age, name in enumerate("dacb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text("{}")
+        os.utime(tmp_path / name / "plan.json", (1000 - age, 1000 - age))
+    assert entry.main(["collect", str(tmp_path)]) == 2
+    newest = ", ".join(str(tmp_path / name) for name in "dac")
+    assert capsys.readouterr().err.endswith(f"name one of its runs, the newest: {newest}\n")
+
+
+def test_collect_of_a_run_without_a_row_prints_a_sentence_and_no_table(
+    cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, last, _ = cli.run()
+    for folder in (Path(last["run"]) / "points").iterdir():
+        shutil.rmtree(folder)
+    for flags in ([], ["--markdown"]):
+        assert entry.main(["collect", last["run"], *flags]) == 0
+        said = capsys.readouterr().out
+        assert said == "no point has ended yet, so there is no table\n"
 
 
 def test_collect_names_a_damaged_table(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:

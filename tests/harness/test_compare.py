@@ -71,6 +71,10 @@ def test_what_is_refused_says_why_in_one_line(
     assert err.startswith("compare: other machines: A is a CPU (machine-1), B a CPU (m2)")
     assert main(["compare", str(runs / "a")]) == 2
     assert "python -m harness compare A B" in capsys.readouterr().err
+    for floor in ("x", "3"):
+        assert compare(runs, "a", "b", "--floor", floor) == 2
+        told = f"argument --floor: {floor}: give a fraction between 0 and 1, such as 0.03"
+        assert told in capsys.readouterr().err
 
 
 def test_the_table_names_both_runs_every_cell_and_the_counts(

@@ -46,6 +46,19 @@ def test_tp_sweep_is_the_product_of_its_axes_without_a_flag() -> None:
     assert {c["workload"]["kind"] for c in points} == {"decode"}
 
 
+def test_the_defaults_that_tables_leave_out_are_those_of_a_bare_command_line() -> None:
+    from harness.naming import changed, defaults, settings
+
+    (bare,) = composed()
+    known = {**defaults()}
+    assert known.pop("workload.shape") is None, "it has become the two lengths"
+    assert known == settings(bare)
+    asked = [settings(cfg) for cfg in composed("workload=nano_vllm", "engine.fused=none", "tp=1,2")]
+    assert changed(asked) == [
+        "workload.num_requests", "workload.temperature", "engine.max_model_len", "engine.fused",
+    ]  # fmt: skip
+
+
 def test_the_command_line_narrows_and_replaces_the_axes() -> None:
     overrides = ("tp=2", "batch=8,32", "enforce_eager=true", "compile=off,layer")
     points = composed("+experiment=tp_sweep", *overrides)

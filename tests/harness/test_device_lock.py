@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -168,8 +169,11 @@ def test_a_second_run_waits_and_then_measures(cli: Cli) -> None:
 
 def test_a_run_that_refuses_starts_no_engine_and_can_be_continued(cli: Cli) -> None:
     with holder("cpu") as other:
-        status, last, err = cli.run("device_lock=refuse")
-        assert status == 1
+        with cli.start("device_lock=refuse") as process:
+            out, err = process.communicate(timeout=280)
+        last = json.loads(out.splitlines()[-1])
+        assert process.returncode == 1
+        assert out.splitlines()[:-1] == ["no point has ended yet, so there is no table"]
         assert f"device_lock=refuse: process {other.pid} (results/runs/other) is timing" in err
         assert (last["ok"], last["pending"]) == (0, 8)
         assert recorded("starts", cli.folder) == []

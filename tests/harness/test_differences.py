@@ -40,7 +40,7 @@ def side(*ran: dict[str, Any] | None, status: str = "ok") -> pd.DataFrame:
         (side(RAN), side(RAN | {"num_pages": 3990, "cache_dir": "/tmp/engine-2"}), ()),
         (side(RAN), side(RAN | {"overlap": False}), ("overlap: true in A, false in B",)),
         (side(RAN), side(RAN | {"fused": "store"}), ("fused: not known in A, store in B",)),
-        (side(RAN | {"max_model_len": 1}), side(RAN), ("max_model_len: 1 in A, None in B",)),
+        (side(RAN | {"max_model_len": 1}), side(RAN), ("max_model_len: 1 in A, null in B",)),
         (side(RAN), side(RAN, LATER | {"page_size": 256}),
          ("attention: flash2 in A, flash2 and flash2_triton in B",)),
         (side(None, RAN), side(RAN), ()),

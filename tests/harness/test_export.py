@@ -24,6 +24,14 @@ MACHINE = {
 }  # fmt: skip
 
 
+AS_WRITTEN: dict[str, Any] = {
+    "measure__min_repeats": 3, "measure__max_repeats": 10, "measure__point_timeout_s": 600.0,
+    "measure__startup_timeout_s": 900.0, "measure__skew_us": [0.0, 50.0, 250.0, 1000.0],
+    "instrument": ["collectives", "nvtx", "counts"], "engine__max_num_seqs": 2,
+}  # fmt: skip
+"""What makes the tests' configuration one without a setting that differs from its default."""
+
+
 def strict(text: str) -> Any:
     """JSON as its standard has it: Python's own reader takes NaN and Infinity too."""
 
@@ -110,6 +118,40 @@ def test_every_run_has_the_same_columns(run: Path, tmp_path: Path) -> None:
     assert headers[0] == headers[1]
     assert [name for name in headers[2] if name not in headers[0]] == ["workload.seed"]
     assert {*report.FIGURE_OF, *export.ORIGIN} <= set(headers[0])
+
+
+def test_a_setting_that_was_changed_alike_in_all_rows_is_told(tmp_path: Path) -> None:
+    """In the header, in a column of its own, and in no column of the printed table."""
+    asked = {"engine.fused": "none", "engine.prefix_cache": True, "engine.max_num_seqs": 4,
+             "workload.temperature": 0.7, "workload.num_requests": 4,
+             "measure.min_repeats": 2}  # fmt: skip
+    plain, changed = tmp_path / "plain", tmp_path / "changed"
+    for index, batch in enumerate((1, 2)):
+        settings = {**AS_WRITTEN, "engine__max_num_seqs": 2, "batch": batch}
+        write_cell(plain, [[1.0]], index=index, **settings)
+        settings |= {name.replace(".", "__"): value for name, value in asked.items()}
+        write_cell(changed, [[1.0]], index=index, **settings)
+    before, after = report.summary(plain), report.summary(changed)
+    assert {name for name in after if name not in before} == set(asked)
+    assert report.further(before) == [], "nothing was changed there"
+    headings, rows, same = report.view(after)
+    assert (headings, rows) == report.view(before)[:2]
+    told = [part for part in same.split(", ") if part.split("=")[0] in asked]
+    assert set(told) == {
+        "engine.fused=none", "engine.prefix_cache=true", "engine.max_num_seqs=4",
+        "workload.temperature=0.7", "workload.num_requests=4", "measure.min_repeats=2",
+    }  # fmt: skip
+    assert export.markdown(changed).splitlines()[0] == same
+    again = pd.read_csv(io.StringIO(export.csv(changed)))
+    assert again[list(asked)].drop_duplicates().to_dict("records") == [asked]
+
+
+def test_a_setting_of_some_runs_stands_in_the_rows_of_all(tmp_path: Path) -> None:
+    """A folder of runs is one table: a run that left a setting alone has its default there."""
+    write_cell(tmp_path / "a", [[1.0]], **AS_WRITTEN)
+    write_cell(tmp_path / "b", [[1.0]], **{**AS_WRITTEN, "workload__temperature": 0.7})
+    for frame in (export.frame(tmp_path), load(tmp_path).summary):
+        assert frame["workload.temperature"].tolist() == [0.0, 0.7]
 
 
 def test_csv_reads_back(run: Path) -> None:

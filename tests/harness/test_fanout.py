@@ -110,6 +110,19 @@ def test_every_point_has_a_row_in_the_run_of_its_job(jobs: Sweep) -> None:
     assert jobs.run()[1]["run"] != last["run"], "a finished one is not continued"
 
 
+def test_jobs_of_tp_sizes_have_one_limit_whatever_a_rule_leaves_out(jobs: Sweep) -> None:
+    rules = [{"when": {"tp": 2, "batch": 4}, "reason": "two cores"}]
+    rules += [{"when": {"batch": 16}, "reason": "out of memory"}]
+    jobs.configs += [{**cfg, "batch": 16} for cfg in jobs.configs[:2]]
+    groups = open_fan_out([{**cfg, "skip": rules} for cfg in jobs.configs], FUNCTIONS).jobs
+    limits = [
+        (cfg["tp"], cfg["batch"], cfg["engine"]["max_num_seqs"])
+        for job in groups
+        for cfg in job.configs
+    ]
+    assert limits == [(1, 1, 4), (1, 4, 4), (1, 16, None), (2, 1, 4), (2, 4, 4), (2, 16, None)]
+
+
 def test_a_failing_point_fails_the_command_and_its_job_alone_is_submitted_again(
     jobs: Sweep,
 ) -> None:

@@ -93,18 +93,49 @@ def test_what_is_published_here_can_be_loaded() -> None:
         assert (rows["output_tok_s"].dropna() > 0).all() and len(rows) > 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "results/README.md"])
-def test_the_documents_snippet_draws(
-    page: str, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def drawn(page: str) -> dict[str, dict[int, float]]:
+    """label -> {batch: value} of the lines that the page's snippet draws."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     (snippet,) = [block for block in blocks if "harness.store" in block]
-    monkeypatch.chdir(runs.parents[1])
     names: dict[str, object] = {}
     exec(snippet, names)
-    drawn = matplotlib.pyplot.gca()
-    lines = {line.get_label(): line.get_ydata().tolist() for line in drawn.get_lines()}
-    assert [line[0] for line in lines.values()] == [pytest.approx((105 + 102) / 2), 155.0]
+    lines = matplotlib.pyplot.gca().get_lines()
+    found = {
+        line.get_label(): dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for line in lines
+    }
     matplotlib.pyplot.close("all")
+    return found
+
+
+def test_the_readmes_snippet_draws_a_line_a_mode_of_each_published_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The values are those of the README's own table."""
+    monkeypatch.chdir(ROOT)
+    lines = drawn("README.md")
+    assert len(lines) == 18
+    two = {batch: round(rate) for batch, rate in lines["(qwen3-8b, 128.0, False, off, 2)"].items()}
+    assert two == {1: 285, 8: 2156, 32: 7188, 128: 19327, 256: 25235}
+    assert round(lines["(qwen3-8b, 128.0, False, off, 1)"][256]) == 16710
+
+
+@pytest.mark.parametrize("page", ["README.md", "results/README.md"])
+def test_the_documents_snippets_keep_modes_apart(
+    page: str, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs / "RUN"
+    rates = [(True, "off", 100.0), (False, "off", 400.0), (False, "model", 500.0)]
+    for index, (eager, compiled, rate) in enumerate(rates):
+        write_cell(run, [[rate]], index=index, tp=1, enforce_eager=eager, compile=compiled)
+    write_cell(run, [[7.0]], index=9, tp=1, workload__kind="nano_vllm")
+    published = runs.parent / "published" / "qwen3-h200x2-2026-11"
+    published.mkdir(parents=True)
+    (published / "decode.csv").write_text(csv(run))
+    monkeypatch.chdir(runs.parents[1])
+    output = "5.0" if page == "README.md" else "5"  # a column with a gap, as a CSV has it
+    assert drawn(page) == {
+        f"(tiny, {output}, {eager}, {compiled}, 1)": {2: rate} for eager, compiled, rate in rates
+    }

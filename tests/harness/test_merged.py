@@ -89,7 +89,9 @@ def test_machines_are_refused_unless_asked_for_and_then_told_apart(
     frame = summary(merge([*runs, other], across_machines=True))
     assert list(frame["machine"]) == ["machine-1"] * 4 + ["machine-2"]
     assert frame["scaling_efficiency"].iloc[2] == 120 / 200
-    assert frame["scaling_reason"].iloc[4] == "no point of tp=1 with these settings is ok"
+    assert frame["scaling_reason"].iloc[4] == (
+        "no point of tp=1 with these settings is ok (nearest: machine=machine-1, not machine-2)"
+    )
     assert main(["collect", *map(str, [*runs, other]), "--across-machines", "--csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["machine"] for row in rows] == ["machine-1"] * 4 + ["machine-2"]

@@ -37,6 +37,7 @@ def test_the_readmes_example_is_listed_and_run(
     listed = capsys.readouterr().out.splitlines()
     assert main([*words[:2], "list", *words[2:], f"results_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.splitlines() == listed, "the verb may stand behind the folder"
+    assert "page_size=null, " in listed[0] and "None" not in "".join(listed)
     assert listed[0].startswith("mine: ") and listed[-2] == "8 points, 2 skipped, 2 engine starts"
 
     (tmp_path / "fake").mkdir()
@@ -47,6 +48,8 @@ def test_the_readmes_example_is_listed_and_run(
     rows = load(last["run"]).points
     assert set(rows["reason"].dropna()) == {"two cores, and both are taken"}
     assert len(recorded("starts", cli.folder)) == 2
+    frame = load(last["run"]).summary
+    assert frame[frame["status"] == "ok"]["scaling_efficiency"].notna().all()
 
 
 def test_the_readmes_example_can_be_profiled(

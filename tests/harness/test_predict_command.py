@@ -109,6 +109,30 @@ def test_the_printed_tables(
     assert any("| tp | 2 | 6 | 0.0 | 0.0 |" in line for line in lines)
 
 
+def test_without_anything_to_predict_it_says_what_to_give(
+    run: Path, calibrated: Calibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--tp", "2"], ["--markdown"], ["--csv"]):
+        assert main([str(run), *words]) == 1
+        out, err = capsys.readouterr()
+        assert err == (
+            "predict: every cell asked for is measured, so nothing is predicted; say what the runs "
+            "do not hold by --tp, --batch or --model, as in --tp 8\n"
+        )
+        assert "Predicted" not in out and ("Fit: " in out) == (words != ["--csv"])
+
+
+@pytest.mark.parametrize("text", ["x", "4,,8", "0", "-1", "2.5", ""])
+def test_what_is_no_list_of_numbers_is_told_so(
+    text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--tp", "--batch"):
+        assert main([str(run), f"{flag}={text}"]) == 2
+        err = capsys.readouterr().err
+        told = f"argument {flag}: {text}: give whole numbers above 0 separated by commas, as in 4,8"
+        assert told in err and "_numbers" not in err
+
+
 def test_points_that_are_no_cells_are_counted(run: Path) -> None:
     write(run, 90, "qwen3-8b", 2, 8, status="error", reason="it failed")
     write(run, 91, "qwen3-8b", 2, 8, workload="trace")

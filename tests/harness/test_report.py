@@ -168,11 +168,12 @@ def test_arrivals_that_set_the_throughput_give_no_efficiency(tmp_path: Path) -> 
     write(run, 6, "error", tp=1, reason="boom")
     write(run, 7, rates=(100.0,), tp=2)
     assert report.summary(run)["scaling_reason"][6:].tolist() == [
-        "the point is error", "no point of tp=1 with these settings is ok"
+        "the point is error", "the point of tp=1 with these settings is error"
     ]  # fmt: skip
-    assert report.markdown(run).splitlines()[-1] == (
-        "no scaling efficiency where requests arrive over time, which sets the throughput."
-    )
+    assert [line for line in report.markdown(run).splitlines() if line.startswith("no ")] == [
+        "no scaling efficiency where requests arrive over time, which sets the throughput.",
+        "no scaling efficiency at tp=2 (1 point): the point of tp=1 with these settings is error.",
+    ]
 
 
 def test_points_of_a_busy_machine_are_counted_below_the_table(run: Path) -> None:

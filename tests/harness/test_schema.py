@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from harness import schema, schema_docs
+from harness import export, report, schema, schema_docs
 from harness.figures import FIGURES
+from tests.support.made_runs import write_cell
 
 DESIGNED = {
     "points": {"experiment", "status", "reason", "tp", "batch", "enforce_eager", "compile",
@@ -58,6 +62,19 @@ def test_markdown_holds_every_column_and_figure() -> None:
             c.name for c in columns
         ]
     assert all(f"| `{name}` | {figure.unit} |" in text for name, figure in FIGURES.items())
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    bars = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+    assert set(bars) == {3, 4, 5}, "a bar inside a cell is escaped"
+    assert r"step/prefill\|decode\|mixed\|replay" in text
+
+
+def test_every_column_of_a_summary_is_in_the_document(tmp_path: Path) -> None:
+    write_cell(tmp_path / "run", [[1.0]])
+    frame = export.frame(tmp_path / "run")
+    section = schema_docs.markdown().split("## The summary")[1]
+    settings = report.further(report.summary(tmp_path / "run"))
+    named = {word for line in section.splitlines() for word in re.findall(r"`([^`]+)`", line)}
+    assert {*frame.columns} - {*settings} <= named and "SETTING" in named
 
 
 def test_unknown_names_are_refused_with_those_that_exist() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from harness.__main__ import FORMS, MODULES, VERBS, main
 from harness.usage import USAGE
+from harness.verdict import Repeats, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +30,17 @@ def test_each_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str
         text = capsys.readouterr().out
         assert text.rstrip("\n") == USAGE[verb]
         assert text.startswith("python -m harness") and verb in text.splitlines()[0]
+
+
+def test_what_a_verdict_needs_is_what_a_run_without_one_is_told() -> None:
+    """Five repeats of one engine are none: the verdict itself asks for engines, or the floor."""
+    one = Repeats(((100.0, 101.0, 99.0, 100.5, 99.5),), "1/s")
+    reason = judge(one, one, "higher").reason or ""
+    asked = "measure.n_process=5"
+    assert asked in reason and "or give the floor" in reason
+    assert asked in USAGE["compare"] and "or one engine and --floor" in USAGE["compare"]
+    lines = (ROOT / "README.md").read_text().split("python -m harness compare ", 1)[1].splitlines()
+    assert asked in " ".join(lines[:2])
 
 
 @pytest.mark.parametrize("verb", MODULES)
