@@ -12,7 +12,7 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
 from harness import config, resolvers
@@ -123,10 +123,14 @@ def _compose(
         if base.hydra.mode == RunMode.RUN:
             one = config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))
             return [one], launcher
-        params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
         # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
         task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + task)
+        parser = OverridesParser.create(config_loader=loader)
+        given = {o.key_or_group: o for o in parser.parse_overrides(task)}
+        params = base.hydra.sweeper.params or {}
+        if launcher != "basic":
+            _refuse_device_axis(given.get("device"), params, launcher)
+        parsed = parser.parse_overrides([*_axes(params, given), *task])
         if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
             raise SettingsError("experiment: give one, since each has its own list of axes")
         _refuse_double_lengths(parsed)
@@ -214,6 +218,26 @@ def _own(composed: DictConfig) -> DictConfig:
         del composed["hydra"]
     composed.experiment = composed.experiment or name
     return composed
+
+
+def _axes(params: Any, given: Mapping[str, Override]) -> list[str]:
+    """The experiment's axes, each in its place; of one that the command line gives the value there,
+    so that the file's own, which this machine may not be able to say, is not asked for."""
+    try:
+        return [str(given[k].input_line) if k in given else f"{k}={params[k]}" for k in params]
+    except InterpolationResolutionError as error:
+        cause = error.__context__  # OmegaConf's own of the resolver's, one inside the other
+        while cause is not None and not isinstance(cause, SettingsError):
+            cause = cause.__context__
+        raise (cause or error) from None
+
+
+def _refuse_device_axis(given: Override | None, params: Any, launcher: str) -> None:
+    if "device" in params or (given is not None and given.is_sweep_override()):
+        raise SettingsError(
+            f"device as an axis with hydra/launcher={launcher}: all jobs are given the same, and "
+            "an experiment's sizes follow the device; give device=cuda or device=cpu"
+        )
 
 
 def _refuse_double_lengths(parsed: Sequence[Override]) -> None:
