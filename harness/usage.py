@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 _SETTINGS = """\
 Settings are name=value, in any order; a list sweeps (tp=1,2), +experiment=NAME takes one of the
 experiments of python -m harness --help, --config-dir DIR adds your own."""
@@ -81,3 +83,13 @@ USAGE = {
     "predict": PREDICT,
     "doctor": DOCTOR,
 }
+
+
+def whole_numbers(text: str) -> list[int]:
+    """A list on a command line, for argparse: 1,2 -> [1, 2]."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise ArgumentTypeError(
+            f"{text!r}: give whole numbers from 1, separated by commas, as in 1,2"
+        )
+    return [int(word) for word in words]

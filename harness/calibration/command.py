@@ -13,13 +13,14 @@ from harness.calibration.tables import LEFT, WRAPPED, remarks, tables
 from harness.console import markdown_table, print_line, print_table, stdout
 from harness.device_lock import LockError, gpu_names, held
 from harness.machine import Machine
+from harness.usage import whole_numbers
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0, 1 where a part failed that this machine should measure, 2 where the command line
     is wrong, 130 if interrupted; what was measured by then is in the file."""
     parser = argparse.ArgumentParser(prog="python -m harness calibrate", add_help=False)
-    parser.add_argument("--world", type=_worlds)
+    parser.add_argument("--world", type=whole_numbers)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -30,9 +31,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     machine = Machine.probe()
     worlds = options.world or default_worlds(machine)
-    if machine.device == "cuda" and max(worlds) > machine.gpus:
-        print(f"calibrate: --world {max(worlds)} needs {max(worlds)} GPUs, {machine.gpus} visible",
-              file=sys.stderr)  # fmt: skip
+    refusal = _refusal(max(worlds), machine)
+    if refusal is not None:
+        print(f"calibrate: {refusal}", file=sys.stderr)
         return 2
     calibration = Calibration(path_of(options.results_dir))
     names = plan(machine, worlds)
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     devices = gpu_names(max(worlds)) if machine.device == "cuda" else ["cpu"]
     try:
         with held(devices if todo else [], "wait", str(calibration.path), say):
-            calibrate(calibration, todo, machine, ended)
+            calibrate(calibration, todo, machine, ended, begins=lambda name: say(f"{name} ..."))
     except LockError as error:
         say(f"calibrate: {error}")
         return 1
@@ -78,8 +79,10 @@ def show(calibration: Calibration, options: argparse.Namespace) -> None:
     print_line(console, "\n".join(["", *remarks(calibration), str(calibration.path)]))
 
 
-def _worlds(text: str) -> list[int]:
-    worlds = [int(word) for word in text.split(",")]
-    if not worlds or min(worlds) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give numbers of ranks, as in 1,2")
-    return worlds
+def _refusal(world: int, machine: Machine) -> str | None:
+    """Ranks above the cores would wait for each other in every call of gloo, for hours."""
+    if machine.device == "cuda":
+        what, most = f"needs {world} GPUs, {machine.gpus} visible", machine.gpus
+    else:
+        what, most = f"needs {world} cores, {machine.cores} usable", machine.cores
+    return None if world <= most else f"--world {world} {what}; give {most} at most"

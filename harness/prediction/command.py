@@ -18,6 +18,7 @@ from harness.prediction.model import PredictionError
 from harness.prediction.predict import Fitted, fitted, rows
 from harness.roofline import Ceilings
 from harness.store import StoreError
+from harness.usage import whole_numbers
 
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0, 1 where nothing could be predicted, 2 where the command line is wrong."""
     parser = argparse.ArgumentParser(prog="python -m harness predict", add_help=False)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--tp", type=_numbers, default=[])
-    parser.add_argument("--batch", type=_numbers, default=[])
+    parser.add_argument("--tp", type=whole_numbers, default=[])
+    parser.add_argument("--batch", type=whole_numbers, default=[])
     parser.add_argument("--model", type=lambda text: text.split(","), default=[])
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--markdown", action="store_true")
@@ -145,10 +146,3 @@ def _rows_table(found: Sequence[dict[str, Any]]) -> Table:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [int(word) for word in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give whole numbers above 0, as in 4,8")
-    return numbers
