@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,34 @@ def cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "rangefinder"
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns what the system says of `folder`, below the cache, into a ModelError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"RANGEFINDER_CACHE={os.environ.get('RANGEFINDER_CACHE') or ''}: {folder} cannot be "
+            f"written ({error.strerror or error}); set it to a folder that can"
+        ) from error
+
+
+def compile_cache(used: bool) -> Path:
+    """Where compile caches of cache=warm stay; made now where one is `used`, not hours later in an
+    engine.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    folder = cache_root() / "compile"
+    if used:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    return folder
+
+
 def resolve_model(model: dict[str, Any]) -> Path:
     """The local directory of a resolved `model` section (name, path, load_format).
 
@@ -106,7 +135,7 @@ def resolve_model(model: dict[str, Any]) -> Path:
 
     Raises:
         ModelError: an unknown name, a directory without what is needed, a hub id that cannot be
-            fetched, a published size without weights.
+            fetched, a published size without weights, a cache that cannot be written.
     """
     name, path, load_format = model["name"], model["path"], model["load_format"]
     if path is not None:
@@ -187,10 +216,19 @@ def byte_tokenizer() -> Any:
 
 def built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
     """`<cache>/models/<name>-<hash of recipe>`, written beside it and renamed when whole, so that a
-    reader never sees half of it and two builders cannot disturb each other."""
+    reader never sees half of it and two builders cannot disturb each other.
+
+    Raises:
+        ModelError: the cache cannot be written.
+    """
     target = cache_root() / "models" / f"{name}-{digest(recipe, 8)}"
-    if target.is_dir():
-        return target
+    with writing(target.parent):
+        if not target.is_dir():
+            _build(target, write)
+    return target
+
+
+def _build(target: Path, write: Callable[[Path], Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -203,7 +241,6 @@ def built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
 
 
 def _from_hub(hub_id: str, load_format: str) -> Path:

@@ -38,6 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     calibration = Calibration(path_of(options.results_dir))
     names = plan(machine, worlds)
     todo = names if options.again else calibration.missing(names)
+    unwritable = calibration.unwritable() if todo else None
+    if unwritable is not None:
+        print(f"calibrate: --results-dir {options.results_dir}: {unwritable}", file=sys.stderr)
+        return 2
     failed: list[str] = []
 
     def say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,6 +65,19 @@ class Calibration:
             for name in names
             if parts.get(name, {}).get("status") != OK or parts[name]["conditions"] != now
         ]
+
+    def unwritable(self) -> str | None:
+        """Why the file cannot be written, asked before hours of measuring; None if it can."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return None
+        except OSError as error:
+            return (
+                f"calibrations stand in {folder}, beside the runs' folder, and it cannot be "
+                f"written ({error.strerror or error}); name another results folder"
+            )
 
     def put(
         self,

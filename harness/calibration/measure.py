@@ -24,6 +24,9 @@ def ensure(cfg: Mapping[str, Any]) -> str | None:
     are none; None if there are."""
     calibration = Calibration(path_of(cfg["results_dir"]))
     missing = calibration.missing(CEILINGS)
+    unwritable = calibration.unwritable() if missing else None
+    if unwritable is not None:
+        return unwritable
     failures: list[str] = []
 
     def ended(name: str, reason: str | None, seconds: float) -> None:

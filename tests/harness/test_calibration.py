@@ -239,3 +239,20 @@ def test_a_world_that_the_machine_has_no_room_for_is_refused_at_once(
     assert capsys.readouterr().err == f"{said}\n"
     assert not list(tmp_path.iterdir())
     assert default_worlds(replace(CPU, cores=1)) == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Machine, "probe", lambda: CPU)
+    monkeypatch.setattr(command, "calibrate", None)
+    monkeypatch.setattr(measure, "calibrate", None)
+    (tmp_path / "file").touch()
+    runs = tmp_path / "file" / "runs"
+    said = (
+        f"calibrations stand in {tmp_path}/file/hardware, beside the runs' folder, and it cannot "
+        "be written (Not a directory); name another results folder"
+    )
+    assert command.main(["--results-dir", str(runs)]) == 2
+    assert capsys.readouterr().err == f"calibrate: --results-dir {runs}: {said}\n"
+    assert measure.ensure({"results_dir": str(runs)}) == said
