@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import ConfigError
+from harness.cache import CacheError, compile_cache
 from harness.calibration.measure import ensure
 from harness.config import AXES, SettingsError, as_written
 from harness.console import print_line, print_table, stdout
@@ -22,7 +23,7 @@ from harness.fingerprint import surroundings
 from harness.forecast import Forecast
 from harness.machine import Machine
 from harness.marker import FAILED, KEPT
-from harness.models import ModelError, compile_cache
+from harness.models import ModelError
 from harness.naming import settings, varying
 from harness.plan import Plan, Point, build
 from harness.runs import RunFolder, open_run
@@ -94,7 +95,7 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
     cfg = plan.points[0].cfg
     try:
         compiled = compile_cache(any(p.cfg["cache"] == "warm" and not p.skip for p in plan.points))
-    except ModelError as error:
+    except CacheError as error:
         raise SettingsError(str(error)) from error
     run = open_run(Path(cfg["results_dir"]), plan, cfg["resume"])
     interrupted = complete = reported = False

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from harness.cache import cache_root, writing
 from harness.fingerprint import digest
 
 _COMMON = {
@@ -88,44 +87,6 @@ class ModelError(ConfigError):
     """A model that cannot be found or used; the text says what to give instead."""
 
 
-def cache_root() -> Path:
-    """Where built models stand: $RANGEFINDER_CACHE, else $XDG_CACHE_HOME/rangefinder, else
-    ~/.cache/rangefinder."""
-    own = os.environ.get("RANGEFINDER_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rangefinder"
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turns what the system says of `folder`, below the cache, into a ModelError."""
-    try:
-        yield
-    except OSError as error:
-        raise ModelError(
-            f"RANGEFINDER_CACHE={os.environ.get('RANGEFINDER_CACHE') or ''}: {folder} cannot be "
-            f"written ({error.strerror or error}); set it to a folder that can"
-        ) from error
-
-
-def compile_cache(used: bool) -> Path:
-    """Where compile caches of cache=warm stay; made now where one is `used`, not hours later in an
-    engine.
-
-    Raises:
-        ModelError: it cannot be written.
-    """
-    folder = cache_root() / "compile"
-    if used:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-    return folder
-
-
 def resolve_model(model: dict[str, Any]) -> Path:
     """The local directory of a resolved `model` section (name, path, load_format).
 
@@ -135,7 +96,8 @@ def resolve_model(model: dict[str, Any]) -> Path:
 
     Raises:
         ModelError: an unknown name, a directory without what is needed, a hub id that cannot be
-            fetched, a published size without weights, a cache that cannot be written.
+            fetched, a published size without weights.
+        CacheError: the model is built here, and the cache cannot be written.
     """
     name, path, load_format = model["name"], model["path"], model["load_format"]
     if path is not None:
@@ -219,7 +181,7 @@ def built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
     reader never sees half of it and two builders cannot disturb each other.
 
     Raises:
-        ModelError: the cache cannot be written.
+        CacheError: the cache cannot be written.
     """
     target = cache_root() / "models" / f"{name}-{digest(recipe, 8)}"
     with writing(target.parent):
@@ -241,6 +203,18 @@ def _build(target: Path, write: Callable[[Path], Any]) -> None:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def random_weights(model: dict[str, Any]) -> bool:
+    """Whether a resolved `model` section has weights that nobody trained, for all that can be told:
+    dummy ones, and what was built here, by name or by its folder."""
+    if model["load_format"] == "dummy":
+        return True
+    if model["path"] is None:
+        return bool(model["name"] == "tiny")
+    folder = Path(model["path"]).expanduser().resolve()
+    made = folder.name.startswith("tiny-") or "-dummy-" in folder.name
+    return made and folder.parent == (cache_root() / "models").resolve()
 
 
 def _from_hub(hub_id: str, load_format: str) -> Path:

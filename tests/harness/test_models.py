@@ -182,39 +182,3 @@ def test_a_hub_id_fetches_no_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelError, match=r"could not be fetched \(ConnectionError\)"):
         resolve_model(model(path="Qwen/Qwen3-0.6B"))
-
-
-@pytest.mark.parametrize(
-    ("own", "named"),
-    [(True, "RANGEFINDER_CACHE=.+/file/cache: .+/file/cache"),
-     (False, "RANGEFINDER_CACHE=: .+/file/home/rangefinder")],
-)  # fmt: skip
-def test_a_cache_that_cannot_be_written_is_one_sentence(
-    own: bool, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "home"))
-    if own:
-        monkeypatch.setenv("RANGEFINDER_CACHE", str(tmp_path / "file" / "cache"))
-    else:
-        monkeypatch.delenv("RANGEFINDER_CACHE")
-    why = r" cannot be written \(Not a directory\); set it to a folder that can$"
-    for section in (model(), model("qwen3-0.6b", load_format="dummy")):
-        with pytest.raises(ModelError, match=f"^{named}/models{why}"):
-            resolve_model(section)
-    with pytest.raises(ModelError, match=f"^{named}/compile{why}"):
-        models.compile_cache(used=True)
-    assert models.compile_cache(used=False) == models.cache_root() / "compile"
-
-
-def test_a_full_disk_while_a_model_is_built_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANGEFINDER_CACHE", str(tmp_path))
-
-    def full(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(ModelError, match=r"models cannot be written \(No space left on device\)"):
-        models.built("x", "recipe", full)
-    assert list((tmp_path / "models").iterdir()) == []
