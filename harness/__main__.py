@@ -147,7 +147,7 @@ def collect(arguments: Sequence[str]) -> int:
     from harness import export, merged, repeats, report
     from harness.console import stdout
     from harness.fanout.folder import is_fan_out, runs_below
-    from harness.store import StoreError
+    from harness.store import NoRunError, StoreError
 
     runs = [run for one in folders for run in (runs_below(one) if is_fan_out(one) else [one])]
     for run in runs:
@@ -166,7 +166,7 @@ def collect(arguments: Sequence[str]) -> int:
             print((make | {"--repeats": repeats.csv})[flags[0]](found).rstrip("\n"))
         else:
             report.print_summary(found, stdout())
-    except merged.MachinesDiffer as error:
+    except (merged.MachinesDiffer, NoRunError) as error:
         print(f"collect: {error}", file=sys.stderr)
         return 2
     except StoreError as error:

@@ -1,4 +1,4 @@
-"""The folder of what is built once and kept for later runs, and what is said where it cannot be"""
+"""The folder of what is built once and kept, and what is said where it cannot be written"""
 
 from __future__ import annotations
 
