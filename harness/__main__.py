@@ -108,7 +108,7 @@ def list_(arguments: Sequence[str]) -> int:
     from harness.commands import list_points
     from harness.fanout.folder import list_jobs
 
-    return launcher.run(arguments, conf_folder(), list_points, list_jobs)
+    return launcher.run(arguments, conf_folder(), list_points, list_jobs, "list")
 
 
 def under_torchrun(arguments: Sequence[str]) -> int:
@@ -183,7 +183,8 @@ def profile(arguments: Sequence[str]) -> int:
     from harness.nsys.verb import SWITCH, profile_point
 
     words = [*arguments, SWITCH]
-    return run(words, conf_folder(), partial(profile_point, words=words))
+    handler = partial(profile_point, words=words)
+    return run(words, conf_folder(), handler, verb="profile")
 
 
 def read_export(arguments: Sequence[str]) -> int:

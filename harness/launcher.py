@@ -34,6 +34,7 @@ from yaml import YAMLError
 from harness import config, resolvers
 from harness.config import SettingsError
 from harness.experiment_file import experiment_file, remark
+from harness.usage import USAGE
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -51,17 +52,24 @@ CLUSTER = """hydra/launcher=submitit_slurm, submitit_local and ray come with pip
 
 
 def run(
-    arguments: Sequence[str], conf: Path, handler: Handler, fan_out: FanOut | None = None
+    arguments: Sequence[str],
+    conf: Path,
+    handler: Handler,
+    fan_out: FanOut | None = None,
+    verb: str = "run",
 ) -> int:
     """Composes the command line over the folder `conf` and calls `handler` once; where it names a
-    launcher, `fan_out` in its place.
+    launcher, `fan_out` in its place. A flag that is none is answered with the usage of `verb`.
 
     Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
     """
     config.register()
     if any(argument.split("=")[0] in INFORMATION for argument in arguments):
         return _let_hydra_answer(arguments, conf)
-    parser = argparse.ArgumentParser(prog="python -m harness", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        f"python -m harness {verb}", USAGE[verb].partition("\n\n")[0], add_help=False,
+        allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")  # every command line may sweep
     parser.add_argument("overrides", nargs="*")
