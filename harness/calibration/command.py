@@ -13,6 +13,7 @@ from harness.calibration.tables import LEFT, WRAPPED, remarks, tables
 from harness.console import markdown_table, print_line, print_table, stdout
 from harness.device_lock import LockError, gpu_names, held
 from harness.machine import Machine
+from harness.storage import StorageError
 from harness.usage import whole_numbers
 
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with held(devices if todo else [], "wait", str(calibration.path), say):
             calibrate(calibration, todo, machine, ended, begins=lambda name: say(f"{name} ..."))
-    except LockError as error:
+    except (LockError, StorageError) as error:
         say(f"calibrate: {error}")
         return 1
     except KeyboardInterrupt:

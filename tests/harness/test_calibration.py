@@ -256,3 +256,21 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
     assert command.main(["--results-dir", str(runs)]) == 2
     assert capsys.readouterr().err == f"calibrate: --results-dir {runs}: {said}\n"
     assert measure.ensure({"results_dir": str(runs)}) == said
+
+
+def test_a_disk_that_fills_up_while_measuring_ends_calibrate_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(calibration: Calibration, *_: Any, **__: Any) -> None:
+        calibration.path.mkdir()  # the file cannot take its place
+        calibration.put("read", [figure("read_bytes_s", 4e12)])
+
+    monkeypatch.setenv("RANGEFINDER_LOCKS", str(tmp_path / "locks"))
+    monkeypatch.setattr(Machine, "probe", lambda: CPU)
+    monkeypatch.setattr(command, "calibrate", full)
+    path = file.path_of(tmp_path / "runs")
+    assert command.main(["--results-dir", str(tmp_path / "runs")]) == 1
+    assert capsys.readouterr().err == (
+        f"calibrate: {path} cannot be written: Is a directory; once it can be, the same command "
+        "continues this run\n"
+    )
