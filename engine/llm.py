@@ -108,8 +108,8 @@ class LLM:
         `error`; the others are served.
 
         Raises:
-            RequestError: `prompts` is one prompt, or another argument is not of the form above;
-                nothing was started.
+            RequestError: `prompts` is one prompt or no list, or another argument is not of the form
+                above; nothing was started.
         """
         if _is_one(prompts):
             what = "text" if isinstance(prompts, str) else "prompt of token ids"
@@ -243,10 +243,17 @@ class LLM:
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether it is a prompt, not a list of them."""
-    if isinstance(prompts, str) or not len(prompts):
-        return isinstance(prompts, str)
+    if isinstance(prompts, str):
+        return True
     try:
-        operator.index(prompts[0])  # type: ignore[arg-type]
+        first: Any = prompts[0] if len(prompts) else ()
+    except (TypeError, LookupError):
+        raise RequestError(
+            f"prompts is of type {type(prompts).__name__}: give a list of prompts, each a text or "
+            "a sequence of integer token ids"
+        ) from None
+    try:
+        operator.index(first)
     except TypeError:
         return False
-    return np.ndim(prompts[0]) == 0  # a tensor of one token is a prompt, not a token
+    return np.ndim(first) == 0  # a tensor of one token is a prompt, not a token

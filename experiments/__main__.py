@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from experiments.base import Experiment, ExperimentError, report
-from harness.store import StoreError
+from engine.errors import ConfigError
+from experiments.base import Experiment, ExperimentError, OutError, report
+from harness.store import NoRunError, StoreError
 
 OWN = ("base", "greedy", "intervals", "points", "repeated", "step_parts", "__init__",
        "__main__")  # fmt: skip
@@ -31,7 +32,8 @@ def experiment(name: str) -> Experiment:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report of a finished run and prints it.
 
-    Returns 0 whatever was found, 1 where the run cannot answer, 2 where the command line is wrong.
+    Returns 0 whatever was found, 1 where the run cannot answer, 2 where the command line is wrong,
+    the run is missing, or the report cannot be written.
     """
     listed = "\n".join(f"  {name}: {experiment(name).question}" for name in names())
     parser = argparse.ArgumentParser(
@@ -50,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         out = options.out or options.run / "report"
         print(report(experiment(options.name), options.run, out).rstrip("\n"))
-    except (ExperimentError, StoreError, OSError) as error:
+    except (ExperimentError, OutError, StoreError, ConfigError, OSError) as error:
         print(f"{options.name}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (OutError, NoRunError)) else 1
     return 0
 
 

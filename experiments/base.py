@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 class ExperimentError(ValueError):
     """A run that does not hold what an experiment needs; the text says what to measure."""
+
+
+class OutError(ValueError):
+    """A folder for the report that cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +79,12 @@ def report(experiment: Experiment, run: Path, out: Path) -> str:
 
     Raises:
         ExperimentError, StoreError: the run lacks what is needed, or cannot be read.
+        OutError: `out` cannot be written; nothing was worked out.
     """
     results = load(run)
+    if results.folders():  # else summary says that there is none
+        _check_writable(out)
     frame = experiment.summary(results)
-    out.mkdir(parents=True, exist_ok=True)
     frame.to_csv(out / f"{experiment.name}.csv", index=False)
     if find_spec("matplotlib") is None:
         figure = "No figure: matplotlib is not installed (pip install 'rangefinder[report]')."
@@ -87,6 +94,19 @@ def report(experiment: Experiment, run: Path, out: Path) -> str:
     text = markdown(experiment, frame, _where(results), figure)
     (out / f"{experiment.name}.md").write_text(text, encoding="utf-8")
     return text
+
+
+def _check_writable(out: Path) -> None:
+    """Asked before a summary, which may start engines."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutError(
+            f"--out {out}: the report cannot be written there ({error.strerror or error}); name a "
+            "folder that can be made and written"
+        ) from error
 
 
 def markdown(experiment: Experiment, frame: pd.DataFrame, where: str, figure: str) -> str:

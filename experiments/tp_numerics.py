@@ -11,6 +11,7 @@ from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Fin
 from experiments.greedy import Answers, kept, of_engine, of_transformers, prompts
 from experiments.points import Point, named, points, shown
 from harness.fingerprint import digest
+from harness.models import random_weights
 from harness.store import Results
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def summary(results: Results) -> pd.DataFrame:
     not in the run's folder `numerics` is generated now, by an engine of each point.
 
     Raises:
-        ExperimentError: dummy weights, or no point that ran.
+        ExperimentError: random weights, or no point that ran.
     """
     import pandas as pd
 
@@ -91,12 +92,13 @@ def summary(results: Results) -> pd.DataFrame:
         raise ExperimentError(
             "no point that ran; measure some by python -m harness +experiment=tp_numerics"
         )
-    if any(point.everything["model.load_format"] == "dummy" for point in usable):
+    asked = _requested(results)
+    if any(random_weights(asked[point.point_id]["model"]) for point in usable):
         raise ExperimentError(
-            "dummy weights have flat distributions; give trained ones, for instance "
+            "random weights (dummy ones, or model=tiny as it is built here) have flat "
+            "distributions; give trained ones, for instance "
             "model.path=$(python scripts/train_tiny.py)"
         )
-    asked = _requested(results)
     names = shown(found)
     rows = []
     for point in found:
@@ -163,7 +165,8 @@ def _name(point: Point) -> str:
 
 
 def verdict(frame: pd.DataFrame) -> Finding:
-    """The claim holds where every first difference from transformers is a near tie."""
+    """The claim holds where every first difference from transformers is a near tie; where nothing
+    differs, nothing is said of it."""
     rows = frame[frame["identical"].notna()]
     own, others = rows[rows["against"] == REFERENCE], rows[rows["against"] != REFERENCE]
     diverged = own[own["diverged"] > 0]
@@ -172,15 +175,19 @@ def verdict(frame: pd.DataFrame) -> Finding:
     text = (
         f"{own['identical'].min():.2%} to {own['identical'].max():.2%} of tokens come before a "
         f"difference from transformers in float32; log-probabilities differ by up to "
-        f"{own['dlogprob'].max():.1e}; {int(near.sum())} of {len(diverged)} points that differ do "
-        "so at near ties only"
+        f"{own['dlogprob'].max():.1e}; "
+        + (
+            f"{int(near.sum())} of {len(diverged)} points that differ do so at near ties only"
+            if len(diverged)
+            else "no point differs"
+        )
     )
     if len(others):
         text += (
             f"; of {len(others)} other ways of running the same engine "
             f"{int((others['diverged'] == 0).sum())} give the same tokens"
         )
-    if len(known) < len(diverged):
+    if len(known) < len(diverged) or not len(diverged):
         return Finding(None, text)
     return Finding(bool(near.all()), text)
 

@@ -108,7 +108,7 @@ def list_(arguments: Sequence[str]) -> int:
     from harness.commands import list_points
     from harness.fanout.folder import list_jobs
 
-    return launcher.run(arguments, conf_folder(), list_points, list_jobs)
+    return launcher.run(arguments, conf_folder(), list_points, list_jobs, "list")
 
 
 def under_torchrun(arguments: Sequence[str]) -> int:
@@ -147,7 +147,7 @@ def collect(arguments: Sequence[str]) -> int:
     from harness import export, merged, repeats, report
     from harness.console import stdout
     from harness.fanout.folder import is_fan_out, runs_below
-    from harness.store import StoreError
+    from harness.store import NoRunError, StoreError
 
     runs = [run for one in folders for run in (runs_below(one) if is_fan_out(one) else [one])]
     for run in runs:
@@ -167,7 +167,7 @@ def collect(arguments: Sequence[str]) -> int:
             print((make | {"--repeats": repeats.csv})[flags[0]](found).rstrip("\n"))
         else:
             report.print_summary(found, stdout())
-    except merged.MachinesDiffer as error:
+    except (merged.MachinesDiffer, NoRunError) as error:
         print(f"collect: {error}", file=sys.stderr)
         return 2
     except StoreError as error:
@@ -191,7 +191,8 @@ def profile(arguments: Sequence[str]) -> int:
     from harness.nsys.verb import SWITCH, profile_point
 
     words = [*arguments, SWITCH]
-    return run(words, conf_folder(), partial(profile_point, words=words))
+    handler = partial(profile_point, words=words)
+    return run(words, conf_folder(), handler, verb="profile")
 
 
 def read_export(arguments: Sequence[str]) -> int:

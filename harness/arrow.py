@@ -16,6 +16,10 @@ class StoreError(ValueError):
     """A table that the catalogue does not allow, or a folder that cannot be read."""
 
 
+class NoRunError(StoreError):
+    """A folder that is not there, or is none of a run: a word of the command line is wrong."""
+
+
 def arrow_schema(table: str) -> pa.Schema:
     """The catalogue's table as a pyarrow schema; units and meanings are field metadata."""
     import pyarrow as pa

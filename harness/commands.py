@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import ConfigError
+from harness.cache import CacheError, compile_cache
 from harness.calibration.measure import ensure
 from harness.config import AXES, SettingsError, as_written
 from harness.console import print_line, print_table, stdout
@@ -22,7 +23,7 @@ from harness.fingerprint import surroundings
 from harness.forecast import Forecast
 from harness.machine import Machine
 from harness.marker import FAILED, KEPT
-from harness.models import ModelError, cache_root
+from harness.models import ModelError
 from harness.naming import settings, varying
 from harness.plan import Plan, Point, build
 from harness.runs import RunFolder, open_run
@@ -92,12 +93,16 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
     """
     plan = make_plan(configs)
     cfg = plan.points[0].cfg
+    try:
+        compiled = compile_cache(any(p.cfg["cache"] == "warm" and not p.skip for p in plan.points))
+    except CacheError as error:
+        raise SettingsError(str(error)) from error
     run = open_run(Path(cfg["results_dir"]), plan, cfg["resume"])
     interrupted = complete = reported = False
     try:
         with interrupted_once():
             try:
-                complete = _execute(run, functions or Functions())
+                complete = _execute(run, functions or Functions(), compiled)
             except KeyboardInterrupt:
                 interrupted = True
                 print(f"interrupted; {AGAIN}", file=sys.stderr)
@@ -127,10 +132,10 @@ def _mark_finished(run: RunFolder) -> bool:
         return False
 
 
-def _execute(run: RunFolder, functions: Functions) -> bool:
+def _execute(run: RunFolder, functions: Functions, compiled: Path) -> bool:
     """True if every point has a row."""
     points = run.plan.points
-    execution = Execution(run, functions, write_status, cache_root() / "compile")
+    execution = Execution(run, functions, write_status, compiled)
     with execution.reporter() as reporter:
         reporter.say(_announcement(run, execution))
         devices = devices_of([unit.point for group in execution.groups for unit in group])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from harness.config import AXES, CHOICES
@@ -67,16 +68,21 @@ def help_text(conf: Path, arguments: Sequence[str] = ()) -> str:
     ).rstrip()
 
 
-def question(path: Path) -> str:
-    """What an experiment asks: its first comment but for the command, as one line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    words: list[str] = []
-    for line in lines:
+def comment(path: Path) -> list[str]:
+    """The lines of the comment that opens a preset, without its `@package` line and the command
+    that runs it; "" parts paragraphs, and commands are indented."""
+    lines: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
-        if "@package" not in line and "python -m harness" not in line:
-            words.append(line.lstrip("# "))
-    return " ".join(words)
+        if not line.startswith(("# @package", "# python -m")):
+            lines.append(line.removeprefix("#").removeprefix(" "))
+    return lines
+
+
+def question(path: Path) -> str:
+    """What an experiment asks: the first paragraph of its comment, as one line."""
+    return " ".join(takewhile(bool, comment(path)))
 
 
 def _config_dirs(arguments: Sequence[str]) -> list[Path]:

@@ -12,7 +12,7 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
 from harness import config, resolvers
 from harness.config import SettingsError
 from harness.experiment_file import experiment_file, remark
+from harness.usage import USAGE
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -51,17 +52,24 @@ CLUSTER = """hydra/launcher=submitit_slurm, submitit_local and ray come with pip
 
 
 def run(
-    arguments: Sequence[str], conf: Path, handler: Handler, fan_out: FanOut | None = None
+    arguments: Sequence[str],
+    conf: Path,
+    handler: Handler,
+    fan_out: FanOut | None = None,
+    verb: str = "run",
 ) -> int:
     """Composes the command line over the folder `conf` and calls `handler` once; where it names a
-    launcher, `fan_out` in its place.
+    launcher, `fan_out` in its place. A flag that is none is answered with the usage of `verb`.
 
     Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
     """
     config.register()
     if any(argument.split("=")[0] in INFORMATION for argument in arguments):
         return _let_hydra_answer(arguments, conf)
-    parser = argparse.ArgumentParser(prog="python -m harness", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        f"python -m harness {verb}", USAGE[verb].partition("\n\n")[0], add_help=False,
+        allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")  # every command line may sweep
     parser.add_argument("overrides", nargs="*")
@@ -123,10 +131,14 @@ def _compose(
         if base.hydra.mode == RunMode.RUN:
             one = config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))
             return [one], launcher
-        params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
         # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
         task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + task)
+        parser = OverridesParser.create(config_loader=loader)
+        given = {o.key_or_group: o for o in parser.parse_overrides(task)}
+        params = base.hydra.sweeper.params or {}
+        if launcher != "basic":
+            _refuse_device_axis(given.get("device"), params, launcher)
+        parsed = parser.parse_overrides([*_axes(params, given), *task])
         if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
             raise SettingsError("experiment: give one, since each has its own list of axes")
         _refuse_double_lengths(parsed)
@@ -214,6 +226,26 @@ def _own(composed: DictConfig) -> DictConfig:
         del composed["hydra"]
     composed.experiment = composed.experiment or name
     return composed
+
+
+def _axes(params: Any, given: Mapping[str, Override]) -> list[str]:
+    """The experiment's axes, each in its place; of one that the command line gives the value there,
+    so that the file's own, which this machine may not be able to say, is not asked for."""
+    try:
+        return [str(given[k].input_line) if k in given else f"{k}={params[k]}" for k in params]
+    except InterpolationResolutionError as error:
+        cause = error.__context__  # OmegaConf's own of the resolver's, one inside the other
+        while cause is not None and not isinstance(cause, SettingsError):
+            cause = cause.__context__
+        raise (cause or error) from None
+
+
+def _refuse_device_axis(given: Override | None, params: Any, launcher: str) -> None:
+    if "device" in params or (given is not None and given.is_sweep_override()):
+        raise SettingsError(
+            f"device as an axis with hydra/launcher={launcher}: all jobs are given the same, and "
+            "an experiment's sizes follow the device; give device=cuda or device=cpu"
+        )
 
 
 def _refuse_double_lengths(parsed: Sequence[Override]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from harness import schema
 from harness.marker import worst_status
 from harness.report import RANKED
-from harness.store import Results, StoreError
+from harness.store import NoRunError, Results, StoreError
 
 
 class MachinesDiffer(StoreError):
@@ -101,7 +101,7 @@ def _plan(run: Path) -> dict[str, Any]:
         plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
         return {"created_at": str(plan["created_at"]), "surroundings": dict(plan["surroundings"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{run} is no run folder (its plan.json cannot be read)") from error
+        raise NoRunError(f"{run} is no run folder (its plan.json cannot be read)") from error
 
 
 def _changes(plans: dict[Path, dict[str, Any]]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from harness.cache import cache_root, writing
 from harness.fingerprint import digest
 
 _COMMON = {
@@ -87,16 +87,6 @@ class ModelError(ConfigError):
     """A model that cannot be found or used; the text says what to give instead."""
 
 
-def cache_root() -> Path:
-    """Where built models stand: $RANGEFINDER_CACHE, else $XDG_CACHE_HOME/rangefinder, else
-    ~/.cache/rangefinder."""
-    own = os.environ.get("RANGEFINDER_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rangefinder"
-
-
 def resolve_model(model: dict[str, Any]) -> Path:
     """The local directory of a resolved `model` section (name, path, load_format).
 
@@ -107,6 +97,7 @@ def resolve_model(model: dict[str, Any]) -> Path:
     Raises:
         ModelError: an unknown name, a directory without what is needed, a hub id that cannot be
             fetched, a published size without weights.
+        CacheError: the model is built here, and the cache cannot be written.
     """
     name, path, load_format = model["name"], model["path"], model["load_format"]
     if path is not None:
@@ -187,10 +178,19 @@ def byte_tokenizer() -> Any:
 
 def built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
     """`<cache>/models/<name>-<hash of recipe>`, written beside it and renamed when whole, so that a
-    reader never sees half of it and two builders cannot disturb each other."""
+    reader never sees half of it and two builders cannot disturb each other.
+
+    Raises:
+        CacheError: the cache cannot be written.
+    """
     target = cache_root() / "models" / f"{name}-{digest(recipe, 8)}"
-    if target.is_dir():
-        return target
+    with writing(target.parent):
+        if not target.is_dir():
+            _build(target, write)
+    return target
+
+
+def _build(target: Path, write: Callable[[Path], Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -203,7 +203,18 @@ def built(name: str, recipe: str, write: Callable[[Path], Any]) -> Path:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
+
+
+def random_weights(model: dict[str, Any]) -> bool:
+    """Whether a resolved `model` section has weights that nobody trained, for all that can be told:
+    dummy ones, and what was built here, by name or by its folder."""
+    if model["load_format"] == "dummy":
+        return True
+    if model["path"] is None:
+        return bool(model["name"] == "tiny")
+    folder = Path(model["path"]).expanduser().resolve()
+    made = folder.name.startswith("tiny-") or "-dummy-" in folder.name
+    return made and folder.parent == (cache_root() / "models").resolve()
 
 
 def _from_hub(hub_id: str, load_format: str) -> Path:

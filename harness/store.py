@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import schema
+from harness.arrow import NoRunError as NoRunError
 from harness.arrow import StoreError as StoreError
 from harness.arrow import arrow_schema, check_version, damaged, pandas_type
 
@@ -199,7 +200,7 @@ class Results:
         if name not in self._tables:
             raise KeyError(f"table {name!r} was not loaded: choose one of {self._tables}")
         if not self.folders():
-            raise StoreError(
+            raise NoRunError(
                 f"{self.run_dir} holds no run: neither it nor a folder in it has points/"
             )
 
@@ -279,12 +280,12 @@ def load(
     which may be asked for, `columns` what they hold.
 
     Raises:
-        StoreError: no such folder.
+        NoRunError: no such folder.
         KeyError: no such table.
     """
     path = Path(run_dir)
     if not path.is_dir():
-        raise StoreError(f"{path}: no such run folder")
+        raise NoRunError(f"{path}: no such run folder")
     chosen = list(tables) if tables is not None else list(schema.TABLES)
     for name in chosen:
         schema.column(name, "point_id")

@@ -67,7 +67,7 @@ python -m harness predict RUN [RUN ...] [--tp 4,8] [--batch 1,32] [--model NAME,
 
 Step times of cells that the runs do not hold, from a fit to those that they hold and from the
 machine's calibration, with the errors on cells left out. Exit status 1: nothing could be
-predicted."""
+predicted; 2: the command line is wrong, or a run is missing."""
 DOCTOR = """\
 python -m harness doctor
 

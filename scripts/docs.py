@@ -138,6 +138,8 @@ def setting_rows(cls: Any, comments: Comments, config: Any, prefix: str = "") ->
 def type_name(hint: Any) -> str:
     names = {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
     names[typing.Any] = "list"
+    if typing.get_origin(hint) is list and typing.get_args(hint) != (typing.Any,):
+        return f"list of {type_name(typing.get_args(hint)[0])}s"
     parts = [names[t] for t in typing.get_args(hint) or (hint,) if t is not type(None)]
     return " or ".join([*parts, *(["`null`"] if type(None) in typing.get_args(hint) else [])])
 
@@ -157,14 +159,12 @@ def settings() -> str:
 
 
 def first_comment(path: Path) -> str:
-    """The comment that opens a YAML file, without its `@package` line and its command line."""
-    lines: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith(("# @package", "# python -m")):
-            lines.append(line.lstrip("# ").strip())
-    return " ".join(lines)
+    """The comment that opens a preset as one line of Markdown, its commands in backticks."""
+    from harness.help import comment
+
+    parts = [f"`{x.strip()}`" if x.startswith(" ") else x for x in comment(path) if x]
+    text = " ".join(parts).replace("` `", "`, `")
+    return re.sub(r"(: `[^`]+`(?:, `[^`]+`)*) (?=\w)", r"\1. ", text)
 
 
 def presets() -> str:

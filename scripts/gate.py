@@ -6,7 +6,8 @@
 Runs tests/benchmarks in fresh processes, two at a time that take turns round by round: one here,
 one in a work tree of the base (the parent commit; HEAD where files are changed). Judges the ratio
 of each benchmark; what has nothing to be compared with is recorded and not judged. Exit status 0:
-nothing is slower; 1: something is; 2: this tree's benchmarks failed, or none was measured.
+nothing is slower; 1: something is; 2: this tree's benchmarks failed, none was measured, or REV is
+not here.
 """
 
 from __future__ import annotations
@@ -177,11 +178,7 @@ class Gate:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git prints.
-
-    Raises:
-        GateError: it fails, or is not there.
-    """
+    """What git prints; GateError where it fails, or is not there."""
     command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -201,12 +198,14 @@ def find_base(root: Path, asked: str | None) -> str:
     """
     if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
         raise GateError("this tree is no git work tree of its own")
+    why = "a first commit, or a shallow clone: fetch one commit more"
     if asked is None:
         asked = "HEAD" if git(root, "status", "--porcelain", "-uno") else "HEAD^"
+    else:
+        why = "--base: fetch it, or correct the name"
     try:
         return git(root, "rev-parse", "--verify", "--quiet", f"{asked}^{{commit}}")
     except GateError:
-        why = "a first commit, or a shallow clone: fetch one commit more"
         raise GateError(f"{asked} is not here ({why})") from None
 
 
@@ -239,6 +238,8 @@ def against_parent(options: argparse.Namespace) -> Gate:
         ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
         options.arguments,
     )  # fmt: skip
+    if options.base is not None:
+        find_base(ROOT, options.base)  # raises: not judged, a wrong name would let all pass
     with ExitStack() as stack:
         try:
             commit = find_base(ROOT, options.base)
@@ -249,8 +250,7 @@ def against_parent(options: argparse.Namespace) -> Gate:
             found.base_tree = tree
         except GateError as error:
             found.obstacle = str(error)
-        # Without a base it ends after one process.
-        found.run(options.processes)
+        found.run(options.processes)  # without a base it ends after one process
     return found
 
 

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.greedy import HELD_BACK  # noqa: E402
 from harness import models  # noqa: E402
+from harness.cache import CacheError  # noqa: E402
 
 VERSION = 1  # of the recipe
 BATCH, LENGTH = 16, 256  # sequences of a step, bytes of one
@@ -103,7 +104,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps={options.steps}: give at least 1")
-    print(build(options.steps, options.seed))
+    try:
+        print(build(options.steps, options.seed))
+    except CacheError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -7,8 +7,11 @@ import re
 import shlex
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from harness.help import question
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")])
@@ -26,7 +29,8 @@ def docs() -> ModuleType:
 def shell_lines(path: Path) -> list[str]:
     """Commands of a document's `sh` blocks, without comments."""
     blocks = re.findall(r"```sh\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    whole = "\n".join(blocks).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in whole.splitlines()]
     return [shlex.join(words) for words in lines if words]
 
 
@@ -64,7 +68,7 @@ def test_every_setting_in_the_readme_exists() -> None:
             if value and key in presets:
                 assert (ROOT / "conf" / key / f"{value}.yaml").exists(), word
             elif value:
-                assert top in (*BenchConfig.__dataclass_fields__, "hydra/launcher"), word
+                assert top in (*BenchConfig.__dataclass_fields__, "hydra/launcher", "hydra"), word
 
 
 def test_readme_explains_every_printed_figure() -> None:
@@ -117,3 +121,22 @@ def test_a_first_sentence_is_whole_or_an_error(docs: ModuleType, tmp_path: Path)
     module.write_text(f'"""One thing; {"x" * 78}. More."""\n')
     with pytest.raises(SystemExit, match="a.py: the first sentence .* has 89 characters"):
         docs.summary(module)
+
+
+def test_commands_in_a_presets_comment_are_told_from_its_words(
+    docs: ModuleType, tmp_path: Path
+) -> None:
+    preset = tmp_path / "a.yaml"
+    preset.write_text(
+        "# @package _global_\n# python -m harness +experiment=a\n# Is it\n# so?\n#\n# Then:\n"
+        "#   python -m harness b\n#   python -m experiments c\n# a.b says it.\nname: a\n# No.\n"
+    )
+    commands = "`python -m harness b`, `python -m experiments c`"
+    assert docs.first_comment(preset) == f"Is it so? Then: {commands}. a.b says it."
+    assert question(preset) == "Is it so?"
+
+
+def test_a_list_says_what_it_is_of(docs: ModuleType) -> None:
+    assert docs.type_name(list[float]) == "list of numbers"
+    assert docs.type_name(list[Any]) == "list"
+    assert docs.type_name(int | None) == "integer or `null`"

@@ -166,6 +166,14 @@ def test_without_a_parent_it_records_and_says_so(
     assert status == 0 and "recorded, not judged: git rev-parse: fatal: not a git repo" in said
 
 
+@pytest.mark.parametrize("name", ["nosuch", "", "HEAD~7"])
+def test_a_base_by_name_that_is_not_here_is_an_error(name: str, repo: Path, gate: Gate) -> None:
+    commit(repo, "first", **measured({"test_step": 1.0}))
+    said = f"error: {name} is not here (--base: fetch it, or correct the name)\n"
+    assert gate(f"--base={name}") == (2, said)
+    assert by_hand.calls == 0  # type: ignore[attr-defined]
+
+
 def test_what_the_parent_lacks_is_recorded(repo: Path, gate: Gate) -> None:
     git(repo, "mv", "tests/benchmarks", "elsewhere")
     commit(repo, "without")

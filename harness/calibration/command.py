@@ -14,6 +14,7 @@ from harness.calibration.tables import LEFT, WRAPPED, remarks, tables
 from harness.console import markdown_table, print_line, print_table, stdout
 from harness.device_lock import LockError, gpu_names, held
 from harness.machine import Machine
+from harness.storage import StorageError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,13 +32,17 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     machine = Machine.probe()
     worlds = options.world or default_worlds(machine)
-    if machine.device == "cuda" and max(worlds) > machine.gpus:
-        print(f"calibrate: --world {max(worlds)} needs {max(worlds)} GPUs, {machine.gpus} visible",
-              file=sys.stderr)  # fmt: skip
+    refusal = _refusal(max(worlds), machine)
+    if refusal is not None:
+        print(f"calibrate: {refusal}", file=sys.stderr)
         return 2
     calibration = Calibration(path_of(options.results_dir))
     names = plan(machine, worlds)
     todo = names if options.again else calibration.missing(names)
+    unwritable = calibration.unwritable() if todo else None
+    if unwritable is not None:
+        print(f"calibrate: --results-dir {options.results_dir}: {unwritable}", file=sys.stderr)
+        return 2
     failed: list[str] = []
 
     def say(text: str) -> None:
@@ -50,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     devices = gpu_names(max(worlds)) if machine.device == "cuda" else ["cpu"]
     try:
         with held(devices if todo else [], "wait", str(calibration.path), say):
-            calibrate(calibration, todo, machine, ended)
-    except LockError as error:
+            calibrate(calibration, todo, machine, ended, begins=lambda name: say(f"{name} ..."))
+    except (LockError, StorageError) as error:
         say(f"calibrate: {error}")
         return 1
     except KeyboardInterrupt:
@@ -77,3 +82,12 @@ def show(calibration: Calibration, options: argparse.Namespace) -> None:
         right = [heading for heading in headings if heading not in LEFT]
         print_table(console, headings, rows, wrapped=WRAPPED, right=right)
     print_line(console, "\n".join(["", *remarks(calibration), str(calibration.path)]))
+
+
+def _refusal(world: int, machine: Machine) -> str | None:
+    """Ranks above the cores would wait for each other in every call of gloo, for hours."""
+    if machine.device == "cuda":
+        what, most = f"needs {world} GPUs, {machine.gpus} visible", machine.gpus
+    else:
+        what, most = f"needs {world} cores, {machine.cores} usable", machine.cores
+    return None if world <= most else f"--world {world} {what}; give {most} at most"

@@ -46,10 +46,14 @@ class Crew:
     meter: Callable[[Any, str], Measure]
     part_s: float = 300.0
 
-    def measure(self, parts: Sequence[str], report: Report) -> None:
-        """Every part ends in one call of `report`; after a failure fresh processes go on."""
+    def measure(
+        self, parts: Sequence[str], report: Report, begins: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Every part ends in one call of `report`; after a failure fresh processes go on. `begins`
+        is called before a part, for the first of a set of processes before these start."""
         left = list(parts)
         while left:
+            begins(left[0])
             with _Shift(self) as shift:
                 reason = shift.start()
                 if reason is not None:  # none of them would fare better
@@ -62,6 +66,8 @@ class Crew:
                     report(part, replies, reason, time.monotonic() - begin)
                     if reason is not None:
                         break
+                    if left:
+                        begins(left[0])
                 else:
                     shift.close()
 

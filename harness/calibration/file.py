@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from harness.storage import storing
 
 if TYPE_CHECKING:
     from harness.roofline import Ceilings
@@ -65,6 +68,19 @@ class Calibration:
             if parts.get(name, {}).get("status") != OK or parts[name]["conditions"] != now
         ]
 
+    def unwritable(self) -> str | None:
+        """Why the file cannot be written, asked before hours of measuring; None if it can."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return None
+        except OSError as error:
+            return (
+                f"calibrations stand in {folder}, beside the runs' folder, and it cannot be "
+                f"written ({error.strerror or error}); name another results folder"
+            )
+
     def put(
         self,
         name: str,
@@ -75,7 +91,11 @@ class Calibration:
         seconds: float | None = None,
     ) -> None:
         """Adds a part, in the place of an earlier one, and writes the file whole. A part that is
-        not ok never takes the place of one that is."""
+        not ok never takes the place of one that is.
+
+        Raises:
+            StorageError: it cannot be written, for instance since the disk is full.
+        """
         from harness.hardware import capture
         from harness.plain import jsonable
 
@@ -94,11 +114,12 @@ class Calibration:
             "state": state() if rows else {},
             "rows": list(rows),
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         text = json.dumps(jsonable(found), indent=1, allow_nan=False)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        with storing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(self.path)
 
     def row(self, name: str) -> dict[str, Any] | None:
         """The row of a figure such as read_bytes_s."""

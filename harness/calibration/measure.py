@@ -24,6 +24,9 @@ def ensure(cfg: Mapping[str, Any]) -> str | None:
     are none; None if there are."""
     calibration = Calibration(path_of(cfg["results_dir"]))
     missing = calibration.missing(CEILINGS)
+    unwritable = calibration.unwritable() if missing else None
+    if unwritable is not None:
+        return unwritable
     failures: list[str] = []
 
     def ended(name: str, reason: str | None, seconds: float) -> None:
@@ -41,6 +44,7 @@ def calibrate(
     machine: Machine,
     ended: Ended = lambda name, reason, seconds: None,
     *,
+    begins: Callable[[str], None] = lambda name: None,
     part_s: float = 300.0,
     crew_of: Callable[[str, str, float], Crew] | None = None,
 ) -> None:
@@ -48,7 +52,8 @@ def calibrate(
 
     Args:
         names: of parts that belong to one crew side by side, which then starts once.
-        ended: of each part but those that this machine cannot measure, which the file alone says.
+        ended: of each part but those that this machine cannot measure, which the file alone says;
+            begins: of the same ones, before.
         crew_of: (part, device, part_s) -> who measures it; `crew` if left out.
     """
 
@@ -67,7 +72,7 @@ def calibrate(
         else:
             calibration.put(name, status=SKIPPED, reason=reason)
     for who, parts in groupby(todo, lambda n: (crew_of or crew)(n, machine.device, part_s)):
-        who.measure(list(parts), report)
+        who.measure(list(parts), report, begins)
 
 
 def crew(name: str, device: str, part_s: float) -> Crew:

@@ -79,8 +79,8 @@ def obstacle(name: str, machine: Machine) -> str | None:
 
 
 def default_worlds(machine: Machine) -> list[int]:
-    """1, and the TP sizes up to the number of GPUs; 1 and 2 on a CPU."""
-    return [n for n in (1, 2, 4, 8) if n <= (machine.gpus or 2)]
+    """1, and the TP sizes up to the number of GPUs; 1 and 2 on a CPU of as many cores."""
+    return [n for n in (1, 2, 4, 8) if n <= (machine.gpus or min(2, machine.cores))]
 
 
 def _models(device: str) -> dict[str, dict[str, int]]:

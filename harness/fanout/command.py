@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import AGAIN, interrupted_once, write_status
-from harness.config import SettingsError
 from harness.console import stdout
 from harness.execute import units
-from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, open_fan_out, reopen
+from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, check_jobs, open_fan_out, reopen
 from harness.fanout.job import measure_job
-from harness.machine import torchrun_processes
 from harness.marker import FAILED, KEPT
 from harness.session import Outcome
-from harness.validation import validate
 from harness.worker import Functions
 
 Submit = Callable[[Callable[[Any], int], Sequence[list[str]], Path], Sequence[Any]]
@@ -39,18 +36,7 @@ def fan_out(
     Raises:
         SettingsError: a setting that no machine could run; nothing was submitted then.
     """
-    if torchrun_processes():
-        raise SettingsError(
-            f"hydra/launcher={launcher} under torchrun: a job cannot have ranks on the nodes of "
-            "another command; start one or the other (docs/cluster.md)"
-        )
-    for cfg in configs:
-        validate(cfg)
-        if cfg["device"] == "auto":
-            raise SettingsError(
-                f"device=auto with hydra/launcher={launcher}: a job that is given no GPU would "
-                "time its CPU; give device=cuda or device=cpu"
-            )
+    check_jobs(configs, launcher)
     folder = open_fan_out(configs, functions or Functions())
     try:
         return _go(folder, launcher, submit)

@@ -22,12 +22,14 @@ from harness.config import ENGINE_AXES, FIXED_BATCH, SettingsError
 from harness.fingerprint import digest, sources
 from harness.hardware import versions
 from harness.leftovers import is_finished
+from harness.machine import torchrun_processes
 from harness.marker import now, write_json
 from harness.naming import named, settings, varying
 from harness.plan import ENGINE_FIELDS, Plan, Point, fill_max_num_seqs
 from harness.runs import RunFolder, new_folder, read_plan
 from harness.skip_rules import skip_rule
 from harness.storage import try_lock
+from harness.validation import validate
 from harness.worker import Functions
 
 JOBS, BEGUN, ENDED, OUTPUT = "jobs.json", "begun", "ended.json", "output.log"
@@ -162,8 +164,31 @@ def _with_limits(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]
     return filled
 
 
+def check_jobs(configs: Sequence[dict[str, Any]], launcher: str) -> None:
+    """Raises:
+    SettingsError: a setting that no machine could run, or that no job can have.
+    """
+    if torchrun_processes():
+        raise SettingsError(
+            f"hydra/launcher={launcher} under torchrun: a job cannot have ranks on the nodes of "
+            "another command; start one or the other (docs/cluster.md)"
+        )
+    for cfg in configs:
+        validate(cfg)
+        if cfg["device"] == "auto":
+            raise SettingsError(
+                f"device=auto with hydra/launcher={launcher}: a job that is given no GPU would "
+                "time its CPU; give device=cuda or device=cpu"
+            )
+
+
 def list_jobs(configs: Sequence[dict[str, Any]], launcher: str, submit: Any) -> int:
-    """Prints the jobs that a run would submit; which points can run is known where they run."""
+    """Prints the jobs that a run would submit; which points can run is known where they run.
+
+    Raises:
+        SettingsError: what a run would refuse.
+    """
+    check_jobs(configs, launcher)
     groups = by_engine(configs)
     asked = [settings(group[0]) for group in groups]
     further = [name for name in varying(asked) if name.partition(".")[0] in ENGINE_FIELDS]

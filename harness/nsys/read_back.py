@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.errors import ConfigError
 from harness.attribution import AttributionError
-from harness.models import ModelError
 from harness.nsys import results
 from harness.nsys.join import Profile, join
 from harness.nsys.known import FromRun
@@ -37,7 +37,7 @@ def read_back(sqlite: Path, console: Console) -> int:
         run = sqlite.resolve().parent.parent.parent
         of_run = sqlite.resolve().parent.name.endswith(FOLDER) and (run / "plan.json").is_file()
         profile, figures = _with_run(export, run) if of_run else (join(export), None)
-    except (ExportError, JoinError, AttributionError, StoreError, ModelError) as error:
+    except (ExportError, JoinError, AttributionError, StoreError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_profile(console, profile, figures)

@@ -18,7 +18,7 @@ from harness.prediction.cells import measured, shape_of
 from harness.prediction.model import PredictionError
 from harness.prediction.predict import Fitted, fitted, rows
 from harness.roofline import Ceilings
-from harness.store import StoreError
+from harness.store import NoRunError, StoreError
 
 NOTHING = (
     "every cell asked for is measured, so nothing is predicted; say what the runs do not hold by "
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         found, notes, groups = _predict(options)
     except (PredictionError, ConfigError, StoreError) as error:
         print(f"predict: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, NoRunError) else 1
     if options.csv:
         import pandas as pd
 

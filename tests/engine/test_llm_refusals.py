@@ -61,6 +61,14 @@ def test_inputs_that_are_not_requests(checkpoints: Checkpoints) -> None:
             llm.generate("Hello", GREEDY)
         with pytest.raises(RequestError, match="0 params for 2 prompts"):
             llm.generate([[1], [2]], [])
+        for no_list in (5, None, {"a": 1}, iter([[1]])):
+            said = (
+                f"prompts is of type {type(no_list).__name__}: give a list of prompts, each a text"
+            )
+            for call in (llm.generate, llm.stream):
+                with pytest.raises(RequestError, match=said):
+                    call(no_list)  # type: ignore[operator]
+        assert llm.generate([]) == []
         outputs = llm.generate([[1.7], 3, [5, 6]], GREEDY)  # type: ignore[list-item]
         assert "float" in str(outputs[0].error) and "int" in str(outputs[1].error)
         assert tuple(outputs[2].token_ids) == greedy_reference(path, (5, 6), 12)

@@ -133,8 +133,12 @@ def test_without_matplotlib_the_report_says_how_to_get_the_figure(
 def test_a_run_that_cannot_answer_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["noise_floor", str(tmp_path / "none")]) == 1
+    assert main(["noise_floor", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.endswith("none: no such run folder\n")
+    (tmp_path / "empty").mkdir()
+    assert main(["noise_floor", str(tmp_path / "empty")]) == 2
+    assert "empty holds no run" in capsys.readouterr().err
+    assert not list((tmp_path / "empty").iterdir())
     assert main(["noise"]) == 2
     assert main(["--help"]) == 0
     assert "noise_floor: How far do two measurements" in capsys.readouterr().out
@@ -144,3 +148,16 @@ def test_a_run_that_cannot_answer_is_an_error_of_one_line(
 def test_every_experiment_has_its_sweep(name: str) -> None:
     conf = Path(__file__).resolve().parents[2] / "conf" / "experiment" / f"{name}.yaml"
     assert conf.is_file()
+
+
+def test_a_report_that_cannot_be_written_names_its_folder_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_cell(tmp_path / "run", balanced()[0])
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    assert main(["noise_floor", str(tmp_path / "run"), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"noise_floor: --out {out}: the report cannot be written there (Not a directory); name a "
+        "folder that can be made and written\n"
+    )

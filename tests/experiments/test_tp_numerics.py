@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shutil
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +52,7 @@ def frame(*rows: tuple[str, float, int, float | None, float | None]) -> pd.DataF
 @pytest.mark.parametrize(
     ("rows", "holds"),
     [
-        ([("transformers", 1.0, 0, 1e-5, None)], True),
+        ([("transformers", 1.0, 0, 1e-5, None)], None),
         ([("transformers", 0.9, 2, 0.1, 0.19), ("tp=1", 0.5, 9, 0.1, 5.0)], True),
         ([("transformers", 0.9, 2, 0.1, 0.21)], False),
         ([("transformers", 0.0, 2, None, 0.21)], None),
@@ -60,7 +61,9 @@ def frame(*rows: tuple[str, float, int, float | None, float | None]) -> pd.DataF
 def test_the_claim_is_about_near_ties(
     rows: list[tuple[str, float, int, float | None, float | None]], holds: bool | None
 ) -> None:
-    assert EXPERIMENT.verdict(frame(*rows)).holds is holds
+    found = EXPERIMENT.verdict(frame(*rows))
+    assert found.holds is holds
+    assert ("no point differs" in found.text) is (rows[0][2] == 0)
 
 
 def test_prompts_are_bytes_of_sources_that_were_kept_back() -> None:
@@ -106,7 +109,10 @@ def test_live_engines_give_transformers_tokens_and_are_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
+    # A copy, which nothing tells from a user's own: the one that stands in the cache is refused.
+    model = TINY | {"path": str(shutil.copytree(models.build_tiny(), tmp_path / "model"))}
     sizes: dict[str, Any] = {
+        "model": model,
         "workload__prompt_tokens": 8, "workload__output_tokens": 4, "instrument": [],
         "device": "cpu", "engine__max_model_len": 64, "engine__threads_per_rank": 1,
     }  # fmt: skip
@@ -128,15 +134,25 @@ def test_live_engines_give_transformers_tokens_and_are_asked_once(
     assert not spawned
     monkeypatch.setattr(greedy, "ProcessPoolExecutor", None)  # nothing is run again
     text = report(EXPERIMENT, run, tmp_path / "out")
-    assert "**The claim holds**: 100.00% to 100.00% of tokens come before a difference" in text
+    assert "**The claim is undecided**: 100.00% to 100.00% of tokens come before a diff" in text
     assert "of 1 other ways of running the same engine 1 give the same tokens" in text
     assert (tmp_path / "out" / "tp_numerics.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_dummy_weights_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "run", {}, model={**TINY, "load_format": "dummy"})
+@pytest.mark.parametrize("how", ["dummy", "name", "path", "linked"])
+def test_random_weights_are_refused(how: str, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(models.build_tiny())
+    model = TINY | {
+        "dummy": {"load_format": "dummy"}, "name": {}, "path": {"path": str(models.build_tiny())},
+        "linked": {"path": str(link)},
+    }[how]  # fmt: skip
+    write(tmp_path / "run", {}, model=model)
     with pytest.raises(ExperimentError, match=r"model.path=\$\(python scripts/train_tiny.py\)"):
         summary(load(tmp_path / "run"))
+
+
+def test_a_run_without_a_point_says_so(tmp_path: Path) -> None:
     write(tmp_path / "none", {}, status="oom")
     with pytest.raises(ExperimentError, match="no point that ran"):
         summary(load(tmp_path / "none"))

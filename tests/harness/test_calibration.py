@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,10 @@ def test_what_fails_costs_one_part_alone(calibration: Calibration) -> None:
     """A process that raised, died or hung is replaced; the others go on in the one they have."""
     names = ["fine:a", "fine:b", "raise:c", "fine:d", "kill:e", "hang:f", "fine:g"]
     ended: list[tuple[str, str | None]] = []
+    begun: list[tuple[str, int]] = []
     measure.calibrate(
         calibration, names, CPU, lambda name, reason, seconds: ended.append((name, reason)),
+        begins=lambda name: begun.append((name, len(ended))),
         crew_of=lambda name, device, part_s: Crew(1, None, device, ToldMeter, part_s=15.0),
     )  # fmt: skip
     assert ended == [
@@ -115,6 +118,7 @@ def test_what_fails_costs_one_part_alone(calibration: Calibration) -> None:
         ("fine:d", None), ("kill:e", "the process of rank 0 ended with code -9 (SIGKILL)"),
         ("hang:f", "it took more than 15 s"), ("fine:g", None),
     ]  # fmt: skip
+    assert begun == [(name, place) for place, name in enumerate(names)]
     parts = calibration.parts
     assert [parts[name]["status"] for name in names] == [
         "ok", "ok", "error", "ok", "error", "error", "ok"
@@ -176,7 +180,11 @@ def test_a_live_calibration_of_two_ranks(
         pytest.skip("of a machine without a GPU")
     arguments = ["--world", "2", "--results-dir", str(tmp_path / "runs")]
     assert command.main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    lines = err.splitlines()
+    assert lines[0] == "all_reduce/gloo/2/eager ..."
+    assert re.fullmatch(r"all_reduce/gloo/2/eager: [0-9.]+ s", lines[1])
     calibration = Calibration(next((tmp_path / "hardware").glob("*.json")))
     assert found["parts"] == calibration.parts
     for kind in ("all_reduce", "gather", "broadcast"):
@@ -202,10 +210,67 @@ def test_a_live_calibration_of_two_ranks(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", ["0", "two", ""])
+@pytest.mark.parametrize("world", ["0", "two", "", "3x", "1,", "-1"])
 def test_a_world_that_is_no_number_of_ranks_is_refused(
     world: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--world", world]) == 2
+    assert command.main([f"--world={world}"]) == 2
     told = f"argument --world: {world}: give whole numbers above 0 separated by commas, as in 4,8"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (CPU, "calibrate: --world 64 needs 64 cores, 2 usable; give 2 at most"),
+        (replace(CPU, gpus=4), "calibrate: --world 64 needs 64 GPUs, 4 visible; give 4 at most"),
+    ],
+)
+def test_a_world_that_the_machine_has_no_room_for_is_refused_at_once(
+    machine: Machine,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Machine, "probe", lambda: machine)
+    monkeypatch.setattr(command, "calibrate", None)
+    assert command.main(["--world", "1,64", "--results-dir", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == f"{said}\n"
+    assert not list(tmp_path.iterdir())
+    assert default_worlds(replace(CPU, cores=1)) == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Machine, "probe", lambda: CPU)
+    monkeypatch.setattr(command, "calibrate", None)
+    monkeypatch.setattr(measure, "calibrate", None)
+    (tmp_path / "file").touch()
+    runs = tmp_path / "file" / "runs"
+    said = (
+        f"calibrations stand in {tmp_path}/file/hardware, beside the runs' folder, and it cannot "
+        "be written (Not a directory); name another results folder"
+    )
+    assert command.main(["--results-dir", str(runs)]) == 2
+    assert capsys.readouterr().err == f"calibrate: --results-dir {runs}: {said}\n"
+    assert measure.ensure({"results_dir": str(runs)}) == said
+
+
+def test_a_disk_that_fills_up_while_measuring_ends_calibrate_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(calibration: Calibration, *_: Any, **__: Any) -> None:
+        calibration.path.mkdir()  # the file cannot take its place
+        calibration.put("read", [figure("read_bytes_s", 4e12)])
+
+    monkeypatch.setenv("RANGEFINDER_LOCKS", str(tmp_path / "locks"))
+    monkeypatch.setattr(Machine, "probe", lambda: CPU)
+    monkeypatch.setattr(command, "calibrate", full)
+    path = file.path_of(tmp_path / "runs")
+    assert command.main(["--results-dir", str(tmp_path / "runs")]) == 1
+    assert capsys.readouterr().err == (
+        f"calibrate: {path} cannot be written: Is a directory; once it can be, the same command "
+        "continues this run\n"
+    )

@@ -279,17 +279,22 @@ def test_what_cannot_stand_is_refused_before_anything_is_submitted(
     with pytest.raises(launcher.SettingsError, match=message):
         base = config(device="cpu", results_dir=str(tmp_path)) | changes
         fan_out([base], "ray", _raises(AssertionError), Functions())
+    if {"device", "tp"} & set(changes):
+        with pytest.raises(launcher.SettingsError, match=message):
+            list_jobs([base], "ray", None)
 
 
 def test_list_prints_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tp=1,2", "batch=1,4", "hydra/launcher=fake"]
-    assert list_jobs(sweep(tp=[1, 2], batch=[1, 4]), "fake", None) == 0
+    cpu = {"device": "cpu"}
+    assert list_jobs(sweep(cpu, tp=[1, 2], batch=[1, 4]), "fake", None) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[:2] for line in lines[:2]] == [
         ["job-000", "2 points"], ["job-001", "2 points"],
     ]  # fmt: skip
     assert "tp=2 enforce_eager=true" in lines[1]
-    configs = sweep({"backend": "vllm"}, batch=[1]) + sweep(engine__fused=["none", "store"])
+    configs = sweep(cpu | {"backend": "vllm"}, batch=[1])
+    configs += sweep(cpu, engine__fused=["none", "store"])
     assert list_jobs(configs, "fake", None) == 0
     found = [line.split("  ")[2] for line in capsys.readouterr().out.splitlines()[:3]]
     assert [text.split()[0] for text in found] == ["backend=vllm", "backend=native",

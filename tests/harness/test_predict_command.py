@@ -168,7 +168,7 @@ def test_what_is_missing_is_said(
 ) -> None:
     assert main([str(run), "--tp", "4"]) == 1
     assert "python -m harness calibrate" in capsys.readouterr().err
-    assert main([str(tmp_path / "none"), "--tp", "4"]) == 1
+    assert main([str(tmp_path / "none"), "--tp", "4"]) == 2
     assert "no such run folder" in capsys.readouterr().err
     assert main([str(run), "--tp", "none"]) == 2
     assert main([]) == 2

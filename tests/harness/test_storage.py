@@ -236,3 +236,19 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, disk: Path) -> None:
     remount(disk, "rw")
     status, again, _ = cli.run()
     assert (status, again["run"], again["ok"]) == (0, last["run"], 3)
+
+
+def test_a_warm_cache_that_cannot_be_written_ends_the_command_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = Cli(tmp_path)
+    (cli.folder / "file").touch()
+    monkeypatch.setenv("RANGEFINDER_CACHE", str(cli.folder / "file" / "cache"))
+    with cli.start("cache=warm", "device=cpu") as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert err == (
+        f"error: RANGEFINDER_CACHE={cli.folder}/file/cache: {cli.folder}/file/cache/compile cannot "
+        "be written (Not a directory); set it to a folder that can\n"
+    )
+    assert not cli.results.exists()

@@ -54,3 +54,13 @@ def test_every_flag_of_a_verb_is_in_its_help(verb: str) -> None:
 
 def test_every_form_of_collect_is_in_its_help() -> None:
     assert set(FORMS) <= set(re.findall(r"--[a-z-]+", USAGE["collect"]))
+
+
+@pytest.mark.parametrize("verb", ["run", "list", "profile"])
+def test_a_flag_that_a_verb_has_not_is_answered_with_its_own_usage(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, "--csv"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {USAGE[verb].splitlines()[0]}\n")
+    assert said.endswith(f"python -m harness {verb}: error: unrecognized arguments: --csv\n")

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.models import cache_root
+from harness.cache import cache_root
 
 
 @contextmanager
