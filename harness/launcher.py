@@ -23,7 +23,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import HydraContext, RunMode
@@ -32,8 +32,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness import config, resolvers
-from harness.config import SettingsError
-from harness.experiment_file import experiment_file, remark
+from harness.config import LENGTHS, SHAPE, SettingsError
+from harness.experiment_file import experiment_file, is_at_fault, remark
+from harness.presets import Presets
+from harness.words import WordError, check, names_group
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -59,17 +61,27 @@ def run(
     Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
     """
     config.register()
-    if any(argument.split("=")[0] in INFORMATION for argument in arguments):
-        return _let_hydra_answer(arguments, conf)
+    asked = any(argument.split("=")[0] in INFORMATION for argument in arguments)
     parser = argparse.ArgumentParser(prog="python -m harness", add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")  # every command line may sweep
     parser.add_argument("overrides", nargs="*")
     try:
-        options = parser.parse_intermixed_args(list(arguments))
+        if asked:
+            options, _ = parser.parse_known_args(arguments)
+            options.overrides = [
+                word for word in arguments if word[:1] == "~" or "=" in word and word[0] != "-"
+            ]
+        else:
+            options = parser.parse_intermixed_args(list(arguments))
     except SystemExit:
         return 2
     try:
+        if asked:
+            further = _preset(options.overrides, conf, options.config_dir)
+            # Beside the others: Hydra takes its words in one row.
+            place = next((i for i, a in enumerate(arguments) if a in options.overrides), 0)
+            return _let_hydra_answer([*arguments[:place], *further, *arguments[place:]], conf)
         configs, launcher = _compose(options.overrides, conf, options.config_dir)
         if launcher == "basic":
             return handler(configs)
@@ -87,7 +99,7 @@ def run(
         if "'hydra/launcher/" in str(error):
             print(CLUSTER, file=sys.stderr)
         file = experiment_file(options.overrides, conf, options.config_dir)
-        if file is not None:
+        if file is not None and is_at_fault(error, file, options.overrides):
             print(remark(file), file=sys.stderr)
         return 1
 
@@ -96,7 +108,7 @@ def compose(
     overrides: Sequence[str], conf: Path, config_dir: Path | None = None
 ) -> list[dict[str, Any]]:
     """Every combination of the swept values; `hydra.sweeper.params` of the experiment first, then
-    the command line, which wins. With hydra.mode=RUN the base values alone.
+    the command line, which wins, by presets too. With hydra.mode=RUN the base values alone.
 
     Args:
         overrides: `key=value` as on the command line; `a=1,2` sweeps.
@@ -117,21 +129,42 @@ def _compose(
     words = _words(overrides, config_dir)
     with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        base = _base(loader, words)
+        parser = OverridesParser.create(config_loader=loader)
+        base, presets = _read(loader, words)
         _refuse_sweepers(base)
         launcher = str(base.hydra.runtime.choices.get("hydra/launcher"))
         if base.hydra.mode == RunMode.RUN:
-            one = config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))
-            return [one], launcher
+            words += presets.further()
+            one = loader.load_configuration("config", words, RunMode.RUN)
+            return [config.to_plain(_own(one))], launcher
         params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
-        # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
-        task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + task)
-        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
-            raise SettingsError("experiment: give one, since each has its own list of axes")
-        _refuse_double_lengths(parsed)
-        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        return _compose_jobs(loader, base, jobs), launcher
+        typed = presets.typed
+        axes = parser.parse_overrides(params)
+        check(loader, axes, SettingsError)
+        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in [*axes, *typed]):
+            raise WordError("experiment: give one, since each has its own list of axes")
+        (jobs,) = BasicSweeper.split_arguments([*axes, *typed], max_batch_size=None)
+        # Of an axis that a preset stands for, all values are the same point.
+        distinct = dict.fromkeys(tuple(presets.over_experiment(job)) for job in jobs)
+        return _compose_jobs(loader, base, [list(job) for job in distinct]), launcher
+
+
+def _read(loader: ConfigLoader, words: list[str]) -> tuple[DictConfig, Presets]:
+    """Checks the words; -> the configuration before its axes are taken apart, Hydra's own part
+    included, and the presets chosen."""
+    parser = OverridesParser.create(config_loader=loader)
+    check(loader, parser.parse_overrides(words), WordError)
+    base = _base(loader, words)
+    # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
+    task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
+    return base, Presets(loader, words, parser.parse_overrides(task), base)
+
+
+def _preset(overrides: Sequence[str], conf: Path, config_dir: Path | None) -> list[str]:
+    """The words that the presets of a command line stand for where they would not win."""
+    words = _words(overrides, config_dir)
+    with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
+        return _read(GlobalHydra.instance().config_loader(), words)[1].further()
 
 
 def _submit(
@@ -167,7 +200,6 @@ def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
 
 
 def _base(loader: ConfigLoader, words: list[str]) -> DictConfig:
-    """The configuration before its axes are taken apart, Hydra's own part included."""
     return loader.load_configuration(
         "config", overrides=words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
     )
@@ -190,7 +222,7 @@ def _compose_jobs(
         word: override.type == OverrideType.CHANGE
         and not isinstance(override.value(), dict)
         and not override.key_or_group.startswith("hydra")
-        and not loader.get_group_options(override.key_or_group)
+        and not names_group(loader, override.key_or_group)
         for word, override in words.items()
     }
     composed: dict[tuple[str, ...], DictConfig] = {}
@@ -203,6 +235,7 @@ def _compose_jobs(
         for word in job:
             if is_value[word]:
                 OmegaConf.update(one, words[word].key_or_group, words[word].value())
+        _refuse_double_lengths(one, [words[word].key_or_group for word in job])
         points.append(config.to_plain(one))
     return points
 
@@ -216,12 +249,11 @@ def _own(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def _refuse_double_lengths(parsed: Sequence[Override]) -> None:
-    keys = [override.key_or_group for override in parsed]
-    double = [k for k in ("workload.prompt_tokens", "workload.output_tokens") if k in keys]
-    if "workload.shape" in keys and double:
+def _refuse_double_lengths(point: DictConfig, keys: Sequence[str]) -> None:
+    double = [key for key in LENGTHS if key in keys]
+    if point.workload.shape is not None and double:
         raise SettingsError(
-            f"workload.shape and {double[0]}: shape sets both lengths; give one of the two"
+            f"{SHAPE} and {double[0]}: shape sets both lengths; give one of the two"
         )
 
 
