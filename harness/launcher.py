@@ -20,6 +20,7 @@ from typing import Any
 import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -44,6 +45,8 @@ FanOut = Callable[[list[dict[str, Any]], str, Any], int]
 INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
                "--version")  # fmt: skip
 """Flags with which Hydra prints something and runs nothing; it answers them itself."""
+CONFIGURATION = ("--cfg", "-c", "--info", "-i")
+"""Those of them that print settings."""
 
 QUOTING = """a value with a comma, a space, = or a bracket is quoted: 'workload.trace="a,b.csv"'"""
 
@@ -61,35 +64,33 @@ def run(
     Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
     """
     config.register()
-    asked = any(argument.split("=")[0] in INFORMATION for argument in arguments)
+    asked = {argument.split("=")[0] for argument in arguments}
+    informed = not asked.isdisjoint(INFORMATION)
     parser = argparse.ArgumentParser(prog="python -m harness", add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")  # every command line may sweep
     parser.add_argument("overrides", nargs="*")
     try:
-        if asked:
-            options, _ = parser.parse_known_args(arguments)
-            options.overrides = [
-                word for word in arguments if word[:1] == "~" or "=" in word and word[0] != "-"
-            ]
-        else:
-            options = parser.parse_intermixed_args(list(arguments))
-    except SystemExit:
-        return 2
+        reader = get_args_parser() if informed else parser
+        options = reader.parse_intermixed_args(list(arguments))
+    except SystemExit as ended:
+        return 2 if ended.code else 0  # 0: it has printed a version
+    config_dir = None if options.config_dir is None else Path(options.config_dir)
     try:
-        if asked:
-            further = _preset(options.overrides, conf, options.config_dir)
-            # Beside the others: Hydra takes its words in one row.
-            place = next((i for i, a in enumerate(arguments) if a in options.overrides), 0)
-            return _let_hydra_answer([*arguments[:place], *further, *arguments[place:]], conf)
-        configs, launcher = _compose(options.overrides, conf, options.config_dir)
+        if informed:
+            words = list(arguments)
+            if options.overrides and not asked.isdisjoint(CONFIGURATION):
+                # Beside the others: Hydra takes its words in one row.
+                place = words.index(options.overrides[0])
+                words[place:place] = _preset(options.overrides, conf, config_dir)
+            return _let_hydra_answer(words, conf)
+        configs, launcher = _compose(options.overrides, conf, config_dir)
         if launcher == "basic":
             return handler(configs)
         if fan_out is None:
             raise SettingsError(f"hydra/launcher={launcher}: only a run has jobs; leave it out")
-        return fan_out(
-            configs, launcher, partial(_submit, options.overrides, conf, options.config_dir)
-        )
+        submit = partial(_submit, options.overrides, conf, config_dir)
+        return fan_out(configs, launcher, submit)
     except (SettingsError, HydraException, OmegaConfBaseException, YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
@@ -98,7 +99,7 @@ def run(
             print(QUOTING, file=sys.stderr)
         if "'hydra/launcher/" in str(error):
             print(CLUSTER, file=sys.stderr)
-        file = experiment_file(options.overrides, conf, options.config_dir)
+        file = experiment_file(options.overrides, conf, config_dir)
         if file is not None and is_at_fault(error, file, options.overrides):
             print(remark(file), file=sys.stderr)
         return 1

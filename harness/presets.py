@@ -7,6 +7,7 @@ anew what `workload=prefill` has set.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -15,8 +16,11 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness.config import IDLE, LENGTHS, SHAPE, WorkloadConfig
+from harness.config import IDLE, LENGTHS, SHAPE, BenchConfig, WorkloadConfig
 from harness.words import flat, names_group
+
+WHOLE = ("model", "instrument")
+"""Groups whose presets are all of their section: model=tiny is not at another model's path."""
 
 
 class Presets:
@@ -67,6 +71,9 @@ class Presets:
         found: dict[str, Any] = {}
         for one in chosen:
             found |= self._preset(f"+{one.key_or_group}={one.get_value_element_as_str()}")
+        for group in {one.key_or_group for one in chosen}.intersection(WHOLE):
+            section = asdict(BenchConfig())[group]
+            found = dict(flat({group: section})) | found
         for key in IDLE.get(
             str(found.get("workload.kind")), ()
         ):  # the experiment's, of another kind

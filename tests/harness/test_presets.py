@@ -139,6 +139,19 @@ def test_ones_own_presets_win_over_ones_own_experiment(tmp_path: Path) -> None:
         assert (point["timing"], point["measure"]["name"]) == ("events", "mine")
 
 
+def test_a_model_and_instruments_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "model: {path: /a, load_format: dummy}\ninstrument: {profiler: true}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    words = ("+experiment=mine", "model=tiny", "instrument=[nvtx,stamps]")
+    (point,) = composed(*words, config_dir=tmp_path)
+    assert point["model"] == {"name": "tiny", "path": None, "load_format": "auto"}
+    assert (point["instrument"], point["timing"]) == (["collectives", "nvtx"], "stamps")
+    (point,) = composed(*words, "model.path=/b", "instrument.skew=true", config_dir=tmp_path)
+    assert point["model"] == {"name": "tiny", "path": "/b", "load_format": "auto"}
+    assert point["instrument"] == ["collectives", "nvtx", "skew"]
+
+
 def test_linked_lengths_are_lengths(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     axes = 'hydra: {sweeper: {params: {workload.shape: "8/8,64/8"}}}'
