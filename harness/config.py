@@ -29,6 +29,17 @@ AXES = ("backend", "tp", "batch", "enforce_eager", "compile", "attention", "comm
 """What a point is named by."""
 FIXED_BATCH = ("decode", "prefill")
 """Workloads of `batch` requests; in the others `batch` is how many run at once."""
+LENGTHS = ("workload.prompt_tokens", "workload.output_tokens")
+SHAPE = "workload.shape"
+"""Both of LENGTHS at once."""
+_CHOSEN = ("num_requests", "trace", "max_tokens_cap", "prompt_cap")
+IDLE: dict[str, tuple[str, ...]] = {
+    "decode": _CHOSEN,
+    "prefill": _CHOSEN,
+    "nano_vllm": ("prompt_tokens", "output_tokens", "trace"),
+    "trace": ("prompt_tokens", "output_tokens"),
+}
+"""What each kind of workload does not read, of the section `workload`."""
 
 
 class SettingsError(ValueError):

@@ -1,12 +1,21 @@
-"""The file of an experiment, which an error in a setting is told with"""
+"""The file of an experiment, and whether an error is of what stands in it"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+from hydra.errors import MissingConfigException, OverrideParseException
+
+from harness.config import SettingsError
+from harness.words import WordError, flat
+
 PACKAGE = "# @package _global_"
 _KEY = "experiment="
+_NAMED = (r"^([A-Za-z_][\w.]*)", r"full_key: (\S+)")
+"""How an error of ours, and one of OmegaConf, names the setting."""
 
 
 def experiment_file(overrides: Sequence[str], conf: Path, config_dir: Path | None) -> Path | None:
@@ -16,6 +25,31 @@ def experiment_file(overrides: Sequence[str], conf: Path, config_dir: Path | Non
     folders = [conf] if config_dir is None else [conf, config_dir]
     files = [folder / "experiment" / f"{name}.yaml" for name in names for folder in folders]
     return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def is_at_fault(error: Exception, file: Path, overrides: Sequence[str]) -> bool:
+    """Whether `error` is of what the experiment's file says, not of the command line beside it."""
+    text = str(error)
+    if isinstance(error, WordError):
+        return False
+    if isinstance(error, OverrideParseException):
+        return error.override not in overrides
+    if isinstance(error, MissingConfigException):
+        asked = [word.lstrip("+").replace("=", "/", 1) for word in overrides]
+        return error.missing_cfg_file not in asked
+    if f"'experiment/{file.stem}'" in text or str(file) in text:
+        return True
+    found = re.search(_NAMED[0] if isinstance(error, SettingsError) else _NAMED[1], text)
+    if found is None or found[1] in [word.lstrip("+").partition("=")[0] for word in overrides]:
+        return False
+    return any(f"{found[1]}.".startswith(f"{key}.") for key in _keys(file))
+
+
+def _keys(file: Path) -> set[str]:
+    """The settings and axes that a file names."""
+    read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys = {key for key, _ in flat(read if isinstance(read, dict) else {})}
+    return keys | {key.removeprefix("hydra.sweeper.params.") for key in keys}
 
 
 def remark(file: Path) -> str:

@@ -12,7 +12,7 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,25 @@ from typing import Any
 import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness import config, resolvers
-from harness.config import SettingsError
-from harness.experiment_file import experiment_file, remark
+from harness.axes import axes, refuse_device_axis
+from harness.config import LENGTHS, SHAPE, SettingsError
+from harness.experiment_file import experiment_file, is_at_fault, remark
+from harness.presets import Presets
 from harness.usage import USAGE
+from harness.words import WordError, check, names_group
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -43,6 +47,8 @@ FanOut = Callable[[list[dict[str, Any]], str, Any], int]
 INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
                "--version")  # fmt: skip
 """Flags with which Hydra prints something and runs nothing; it answers them itself."""
+CONFIGURATION = ("--cfg", "-c", "--info", "-i")
+"""Those of them that print settings."""
 
 QUOTING = """a value with a comma, a space, = or a bracket is quoted: 'workload.trace="a,b.csv"'"""
 
@@ -64,8 +70,8 @@ def run(
     Returns the handler's status, 1 where a setting is wrong, 2 where a flag is.
     """
     config.register()
-    if any(argument.split("=")[0] in INFORMATION for argument in arguments):
-        return _let_hydra_answer(arguments, conf)
+    asked = {argument.split("=")[0] for argument in arguments}
+    informed = not asked.isdisjoint(INFORMATION)
     parser = argparse.ArgumentParser(
         f"python -m harness {verb}", USAGE[verb].partition("\n\n")[0], add_help=False,
         allow_abbrev=False,
@@ -74,18 +80,26 @@ def run(
     parser.add_argument("--multirun", "-m", action="store_true")  # every command line may sweep
     parser.add_argument("overrides", nargs="*")
     try:
-        options = parser.parse_intermixed_args(list(arguments))
-    except SystemExit:
-        return 2
+        reader = get_args_parser() if informed else parser
+        options = reader.parse_intermixed_args(list(arguments))
+    except SystemExit as ended:
+        return 2 if ended.code else 0  # 0: it has printed a version
+    config_dir = None if options.config_dir is None else Path(options.config_dir)
     try:
-        configs, launcher = _compose(options.overrides, conf, options.config_dir)
+        if informed:
+            words = list(arguments)
+            if options.overrides and not asked.isdisjoint(CONFIGURATION):
+                # Beside the others: Hydra takes its words in one row.
+                place = words.index(options.overrides[0])
+                words[place:place] = _preset(options.overrides, conf, config_dir)
+            return _let_hydra_answer(words, conf)
+        configs, launcher = _compose(options.overrides, conf, config_dir)
         if launcher == "basic":
             return handler(configs)
         if fan_out is None:
             raise SettingsError(f"hydra/launcher={launcher}: only a run has jobs; leave it out")
-        return fan_out(
-            configs, launcher, partial(_submit, options.overrides, conf, options.config_dir)
-        )
+        submit = partial(_submit, options.overrides, conf, config_dir)
+        return fan_out(configs, launcher, submit)
     except (SettingsError, HydraException, OmegaConfBaseException, YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
@@ -94,8 +108,8 @@ def run(
             print(QUOTING, file=sys.stderr)
         if "'hydra/launcher/" in str(error):
             print(CLUSTER, file=sys.stderr)
-        file = experiment_file(options.overrides, conf, options.config_dir)
-        if file is not None:
+        file = experiment_file(options.overrides, conf, config_dir)
+        if file is not None and is_at_fault(error, file, options.overrides):
             print(remark(file), file=sys.stderr)
         return 1
 
@@ -104,7 +118,7 @@ def compose(
     overrides: Sequence[str], conf: Path, config_dir: Path | None = None
 ) -> list[dict[str, Any]]:
     """Every combination of the swept values; `hydra.sweeper.params` of the experiment first, then
-    the command line, which wins. With hydra.mode=RUN the base values alone.
+    the command line, which wins, by presets too. With hydra.mode=RUN the base values alone.
 
     Args:
         overrides: `key=value` as on the command line; `a=1,2` sweeps.
@@ -125,25 +139,44 @@ def _compose(
     words = _words(overrides, config_dir)
     with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        base = _base(loader, words)
+        parser = OverridesParser.create(config_loader=loader)
+        base, presets = _read(loader, words)
         _refuse_sweepers(base)
         launcher = str(base.hydra.runtime.choices.get("hydra/launcher"))
         if base.hydra.mode == RunMode.RUN:
-            one = config.to_plain(_own(loader.load_configuration("config", words, RunMode.RUN)))
-            return [one], launcher
-        # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
-        task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
-        parser = OverridesParser.create(config_loader=loader)
-        given = {o.key_or_group: o for o in parser.parse_overrides(task)}
-        params = base.hydra.sweeper.params or {}
+            words += presets.further()
+            one = loader.load_configuration("config", words, RunMode.RUN)
+            return [config.to_plain(_own(one))], launcher
+        params, typed = base.hydra.sweeper.params or {}, presets.typed
+        given = {override.key_or_group: override for override in typed}
         if launcher != "basic":
-            _refuse_device_axis(given.get("device"), params, launcher)
-        parsed = parser.parse_overrides([*_axes(params, given), *task])
-        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in parsed):
-            raise SettingsError("experiment: give one, since each has its own list of axes")
-        _refuse_double_lengths(parsed)
-        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        return _compose_jobs(loader, base, jobs), launcher
+            refuse_device_axis(given.get("device"), params, launcher)
+        swept = parser.parse_overrides(axes(params, given))
+        check(loader, swept, SettingsError)
+        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in [*swept, *typed]):
+            raise WordError("experiment: give one, since each has its own list of axes")
+        (jobs,) = BasicSweeper.split_arguments([*swept, *typed], max_batch_size=None)
+        # Of an axis that a preset stands for, all values are the same point.
+        distinct = dict.fromkeys(tuple(presets.over_experiment(job)) for job in jobs)
+        return _compose_jobs(loader, base, [list(job) for job in distinct]), launcher
+
+
+def _read(loader: ConfigLoader, words: list[str]) -> tuple[DictConfig, Presets]:
+    """Checks the words; -> the configuration before its axes are taken apart, Hydra's own part
+    included, and the presets chosen."""
+    parser = OverridesParser.create(config_loader=loader)
+    check(loader, parser.parse_overrides(words), WordError)
+    base = _base(loader, words)
+    # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
+    task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
+    return base, Presets(loader, words, parser.parse_overrides(task), base)
+
+
+def _preset(overrides: Sequence[str], conf: Path, config_dir: Path | None) -> list[str]:
+    """The words that the presets of a command line stand for where they would not win."""
+    words = _words(overrides, config_dir)
+    with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
+        return _read(GlobalHydra.instance().config_loader(), words)[1].further()
 
 
 def _submit(
@@ -179,7 +212,6 @@ def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
 
 
 def _base(loader: ConfigLoader, words: list[str]) -> DictConfig:
-    """The configuration before its axes are taken apart, Hydra's own part included."""
     return loader.load_configuration(
         "config", overrides=words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
     )
@@ -202,7 +234,7 @@ def _compose_jobs(
         word: override.type == OverrideType.CHANGE
         and not isinstance(override.value(), dict)
         and not override.key_or_group.startswith("hydra")
-        and not loader.get_group_options(override.key_or_group)
+        and not names_group(loader, override.key_or_group)
         for word, override in words.items()
     }
     composed: dict[tuple[str, ...], DictConfig] = {}
@@ -215,6 +247,7 @@ def _compose_jobs(
         for word in job:
             if is_value[word]:
                 OmegaConf.update(one, words[word].key_or_group, words[word].value())
+        _refuse_double_lengths(one, [words[word].key_or_group for word in job])
         points.append(config.to_plain(one))
     return points
 
@@ -228,32 +261,11 @@ def _own(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def _axes(params: Any, given: Mapping[str, Override]) -> list[str]:
-    """The experiment's axes, each in its place; of one that the command line gives the value there,
-    so that the file's own, which this machine may not be able to say, is not asked for."""
-    try:
-        return [str(given[k].input_line) if k in given else f"{k}={params[k]}" for k in params]
-    except InterpolationResolutionError as error:
-        cause = error.__context__  # OmegaConf's own of the resolver's, one inside the other
-        while cause is not None and not isinstance(cause, SettingsError):
-            cause = cause.__context__
-        raise (cause or error) from None
-
-
-def _refuse_device_axis(given: Override | None, params: Any, launcher: str) -> None:
-    if "device" in params or (given is not None and given.is_sweep_override()):
+def _refuse_double_lengths(point: DictConfig, keys: Sequence[str]) -> None:
+    double = [key for key in LENGTHS if key in keys]
+    if point.workload.shape is not None and double:
         raise SettingsError(
-            f"device as an axis with hydra/launcher={launcher}: all jobs are given the same, and "
-            "an experiment's sizes follow the device; give device=cuda or device=cpu"
-        )
-
-
-def _refuse_double_lengths(parsed: Sequence[Override]) -> None:
-    keys = [override.key_or_group for override in parsed]
-    double = [k for k in ("workload.prompt_tokens", "workload.output_tokens") if k in keys]
-    if "workload.shape" in keys and double:
-        raise SettingsError(
-            f"workload.shape and {double[0]}: shape sets both lengths; give one of the two"
+            f"{SHAPE} and {double[0]}: shape sets both lengths; give one of the two"
         )
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from harness.config import CHOICES, FIXED_BATCH, SettingsError
+from harness.config import CHOICES, FIXED_BATCH, IDLE, SettingsError, WorkloadConfig
 
 _ARRIVALS = re.compile(r"all|trace|poisson\((?P<rate>[0-9.eE+-]+)\)")
 LONGEST_SKEW_US = 100_000.0
@@ -129,9 +129,26 @@ def _skew(cfg: dict[str, Any]) -> None:
         )
 
 
+def _refuse_idle(work: dict[str, Any]) -> None:
+    """A setting that the kind of workload does not read would look like one that was measured."""
+    kind = work["kind"]
+    for key in IDLE[kind]:
+        if work[key] == getattr(WorkloadConfig(), key):
+            continue
+        why = {
+            "num_requests": f"workload={kind} serves `batch` requests",
+            "trace": f"workload={kind} reads no file",
+        }.get(key, f"all requests of workload={kind} are of the same lengths")
+        if kind not in FIXED_BATCH and key != "trace":
+            why = f"the requests of workload={kind} have lengths of their own"
+        others = " and ".join(other for other in IDLE if key not in IDLE[other])
+        raise SettingsError(f"workload.{key}={work[key]}: {why}; it is of {others}; leave it out")
+
+
 def _workload(cfg: dict[str, Any]) -> None:
     work = cfg["workload"]
     kind, arrivals = work["kind"], work["arrivals"]
+    _refuse_idle(work)
     arrival_rate(arrivals)
     if kind in FIXED_BATCH and arrivals != "all":
         raise SettingsError(

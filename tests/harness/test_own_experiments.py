@@ -71,8 +71,13 @@ WRONG = [
     ("tp: two", ["Value 'two'", "full_key: tp"]),
     ("compile: off", ["compile=False: choose one of", 'write "off" in quotes']),
     ("tp: 3", ["tp=3: "]),
-    ("hydra: {sweeper: {params: {tpp: '1,2'}}}", ["Key 'tpp' not in 'BenchConfig'"]),
-    ("hydra: {sweeper: {params: {tp: '1,two'}}}", ["Value 'two'", "full_key: tp"]),
+    ("hydra: {sweeper: {params: {tpp: '1,2'}}}", ["tpp: no such setting; did you mean tp?"]),
+    ("hydra: {sweeper: {params: {tp: '1,two'}}}", ["tp=two: give an integer, as in tp=1"]),
+    ("hydra: {sweeper: {params: {tp: '1,[2'}}}", ["is quoted: "]),
+    ("defaults: [{override /modell: tiny}]", ["Could not override 'modell'"]),
+    ("defaults: [{override /model: tyni}]", ["Could not find 'model/tyni'"]),
+    ("tp: ${foo}", ["Interpolation key 'foo' not found"]),
+    ("workload: {num_requests: 4}", ["workload.num_requests=4: workload=decode serves `batch`"]),
     ("hydra: {sweeper: {parms: {tp: '1'}}}", ["full_key: hydra.sweeper.parms"]),
     ("skip: [{when: {tpp: 2}, reason: x}]", ["skip[0].when.tpp: no such setting"]),
     ("workload: {shape: '8'}", ["workload.shape=8: give tokens"]),
@@ -93,6 +98,33 @@ def test_what_is_wrong_is_told_with_its_file_and_key(
     assert all(word in err for word in words)
     assert err.splitlines()[-1] == f"the experiment is {file}"
     assert not (tmp_path / "r").exists()
+
+
+BESIDE = [
+    ("tpp=2", "tpp: no such setting; did you mean tp?"),
+    ("tp=two", "tp=two: give an integer, as in tp=1"),
+    ("tp=0", "tp=0: give at least 1"),
+    ("batch=[1", "is quoted: "),
+    ("model=tinny", "Could not find 'model/tinny'"),
+    ("hydra.foo=1", "Could not override 'hydra.foo'"),
+    ("workload=trace", "workload.trace=null: workload=trace needs"),
+    ("workload.num_requests=4", "workload.num_requests=4: workload=decode serves `batch` requests"),
+    ("workload.seed=${foo}", "Interpolation key 'foo' not found"),
+]
+
+
+@pytest.mark.parametrize(("word", "told"), BESIDE, ids=[word for word, _ in BESIDE])
+def test_a_file_is_not_named_for_what_is_wrong_beside_it(
+    word: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "tp: 2\nbatch: 2\nworkload: {seed: 1}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(HEAD + text)
+    arguments = ["--config-dir", str(tmp_path), "+experiment=mine", f"results_dir={tmp_path}/r"]
+    assert main(["list", *arguments, word]) == 1
+    err = capsys.readouterr().err
+    assert told in err
+    assert "the experiment is" not in err
 
 
 def test_a_file_without_its_first_line_is_told_so(
