@@ -38,7 +38,7 @@ from harness.config import LENGTHS, SHAPE, SettingsError
 from harness.experiment_file import experiment_file, is_at_fault, remark
 from harness.presets import Presets
 from harness.usage import USAGE
-from harness.words import WordError, check, names_group
+from harness.words import IsGroup, WordError, check, groups
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -140,7 +140,8 @@ def _compose(
     with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parser = OverridesParser.create(config_loader=loader)
-        base, presets = _read(loader, words)
+        is_group = groups(loader, config_dir)
+        base, presets = _read(loader, is_group, words)
         _refuse_sweepers(base)
         launcher = str(base.hydra.runtime.choices.get("hydra/launcher"))
         if base.hydra.mode == RunMode.RUN:
@@ -152,31 +153,32 @@ def _compose(
         if launcher != "basic":
             refuse_device_axis(given.get("device"), params, launcher)
         swept = parser.parse_overrides(axes(params, given))
-        check(loader, swept, SettingsError)
+        check(swept, is_group, SettingsError)
         if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in [*swept, *typed]):
             raise WordError("experiment: give one, since each has its own list of axes")
         (jobs,) = BasicSweeper.split_arguments([*swept, *typed], max_batch_size=None)
         # Of an axis that a preset stands for, all values are the same point.
         distinct = dict.fromkeys(tuple(presets.over_experiment(job)) for job in jobs)
-        return _compose_jobs(loader, base, [list(job) for job in distinct]), launcher
+        return _compose_jobs(loader, is_group, base, [list(job) for job in distinct]), launcher
 
 
-def _read(loader: ConfigLoader, words: list[str]) -> tuple[DictConfig, Presets]:
+def _read(loader: ConfigLoader, is_group: IsGroup, words: list[str]) -> tuple[DictConfig, Presets]:
     """Checks the words; -> the configuration before its axes are taken apart, Hydra's own part
     included, and the presets chosen."""
     parser = OverridesParser.create(config_loader=loader)
-    check(loader, parser.parse_overrides(words), WordError)
+    check(parser.parse_overrides(words), is_group, WordError)
     base = _base(loader, words)
     # Not resolved: "${times:4,${batch}}" is each point's own, not the base configuration's.
     task = [str(word) for word in _unresolved(base.hydra.overrides.task)]
-    return base, Presets(loader, words, parser.parse_overrides(task), base)
+    return base, Presets(loader, is_group, words, parser.parse_overrides(task), base)
 
 
 def _preset(overrides: Sequence[str], conf: Path, config_dir: Path | None) -> list[str]:
     """The words that the presets of a command line stand for where they would not win."""
     words = _words(overrides, config_dir)
     with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
-        return _read(GlobalHydra.instance().config_loader(), words)[1].further()
+        loader = GlobalHydra.instance().config_loader()
+        return _read(loader, groups(loader, config_dir), words)[1].further()
 
 
 def _submit(
@@ -224,7 +226,7 @@ def _unresolved(words: Any) -> list[Any]:
 
 
 def _compose_jobs(
-    loader: ConfigLoader, base: DictConfig, jobs: list[list[str]]
+    loader: ConfigLoader, is_group: IsGroup, base: DictConfig, jobs: list[list[str]]
 ) -> list[dict[str, Any]]:
     """Files are read once for every distinct choice of groups, and plain values set on copies: a
     full composition takes 0.1 s, which a sweep of a hundred points would feel."""
@@ -234,7 +236,7 @@ def _compose_jobs(
         word: override.type == OverrideType.CHANGE
         and not isinstance(override.value(), dict)
         and not override.key_or_group.startswith("hydra")
-        and not names_group(loader, override.key_or_group)
+        and not is_group(override.key_or_group)
         for word, override in words.items()
     }
     composed: dict[tuple[str, ...], DictConfig] = {}

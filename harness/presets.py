@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import IDLE, LENGTHS, SHAPE, BenchConfig, WorkloadConfig
-from harness.words import flat, names_group
+from harness.words import IsGroup, flat
 
 WHOLE = ("model", "instrument")
 """Groups whose presets are all of their section: model=tiny is not at another model's path."""
@@ -34,9 +34,15 @@ class Presets:
     """
 
     def __init__(
-        self, loader: ConfigLoader, words: Sequence[str], task: Sequence[Override], base: DictConfig
+        self,
+        loader: ConfigLoader,
+        is_group: IsGroup,
+        words: Sequence[str],
+        task: Sequence[Override],
+        base: DictConfig,
     ) -> None:
         self._loader = loader
+        self._is_group = is_group
         self._parser = OverridesParser.create(config_loader=loader)
         self._searchpath = [word for word in words if word.startswith("hydra.searchpath=")]
         self.typed = list(task)
@@ -86,7 +92,7 @@ class Presets:
         key = one.key_or_group
         if key == "experiment" or key.startswith("hydra") or one.is_delete():
             return False
-        return isinstance(one.value(), str | list) and names_group(self._loader, key)
+        return isinstance(one.value(), str | list) and self._is_group(key)
 
     def _rank(self, group: str) -> int:
         """Its place in the order in which Hydra reads the groups; one of which several presets are

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -24,26 +25,35 @@ class WordError(SettingsError):
     """A mistake in a word of the command line itself, whatever the files say that it names."""
 
 
-def names_group(loader: ConfigLoader, key: str) -> bool:
-    """Whether a key chooses a preset, as `workload` and `hydra/launcher` do."""
-    return bool(loader.get_group_options(key))
+IsGroup = Callable[[str], bool]
+"""Whether a key chooses a preset, as `workload` and `hydra/launcher` do."""
 
 
-def check(loader: ConfigLoader, parsed: Sequence[Override], error: type[SettingsError]) -> None:
+def groups(loader: ConfigLoader, config_dir: Path | None) -> IsGroup:
+    """The groups of conf/, and those of one's own, which Hydra's loader does not list."""
+
+    def is_group(key: str) -> bool:
+        own = config_dir is not None and (config_dir / key).is_dir()
+        return own or bool(loader.get_group_options(key))
+
+    return is_group
+
+
+def check(parsed: Sequence[Override], is_group: IsGroup, error: type[SettingsError]) -> None:
     """Looks at every `key=value` that is a setting: its name and, for each value of a sweep, its
     kind. Hydra would advise to add a key that there is not, and names classes in place of kinds.
 
     Raises:
         error: the first key that is no setting, or value of another kind, and what to give.
     """
-    parser = OverridesParser.create(config_loader=loader)
+    parser = OverridesParser.create()
     schema = OmegaConf.structured(BenchConfig)
     for override in parsed:
         if override.key_or_group.startswith("hydra"):
             continue
         for word in _each(override):
             one = parser.parse_override(word)
-            if names_group(loader, one.key_or_group) and not isinstance(one.value(), dict):
+            if is_group(one.key_or_group) and not isinstance(one.value(), dict):
                 continue
             for key, value in flat({one.key_or_group: one.value()}):
                 kinds = _kinds(key, error)

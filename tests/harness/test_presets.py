@@ -139,6 +139,16 @@ def test_ones_own_presets_win_over_ones_own_experiment(tmp_path: Path) -> None:
         assert (point["timing"], point["measure"]["name"]) == ("events", "mine")
 
 
+def test_groups_of_ones_own_are_presets_too(tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    for name, batch in (("small", 3), ("large", 9)):
+        text = f"# @package _global_\nbatch: {batch}\n"
+        (tmp_path / "size" / f"{name}.yaml").write_text(text)
+    for words in ([], ["+experiment=smoke", "tp=1"]):
+        points = composed("+size=small,large", *words, config_dir=tmp_path)
+        assert [point["batch"] for point in points] == [3, 9]
+
+
 def test_a_model_and_instruments_are_whole(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     text = "model: {path: /a, load_format: dummy}\ninstrument: {profiler: true}\n"
