@@ -52,7 +52,6 @@ CONFIGURATION = ("--cfg", "-c", "--info", "-i")
 
 QUOTING = """a value with a comma, a space, = or a bracket is quoted: 'workload.trace="a,b.csv"'"""
 
-
 CLUSTER = """hydra/launcher=submitit_slurm, submitit_local and ray come with pip install \
 'rangefinder[cluster]'"""
 
