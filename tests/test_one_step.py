@@ -65,7 +65,7 @@ class Watch:
         self._result(layer, "forward", ("layer", "residual"))
         self._result(mlp.gate_up_proj, "forward", "gate_up_proj")
         self._result(mlp.act, "forward", "act")
-        self._result(mlp.down_proj, "forward", "down_proj")
+        self._result(mlp.down_proj, "partial", "down_proj.partial")
         self._result(body.norm, "forward", ("norm", "_"))
         self._result(head, "partial", "lm_head.partial")
         self._result(head, "forward", "lm_head")
