@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.comm.fused import FUSED
 from engine.comm.types import Kind, Site
 from harness.records import PHASES, BacklogRecord, RankRecord
 from harness.roofline import bus_factor
 from harness.step_times import StepTimes
 
 _LAYER_SITES = (Site.ATTN_O_PROJ, Site.MLP_DOWN_PROJ)
-NORMED = "symm_fused"  # its times hold an addition and a norm (engine/comm/fused.py)
 
 
 class AttributionError(RuntimeError):
@@ -260,7 +260,7 @@ def bandwidth(joined: Joined) -> tuple[np.ndarray, np.ndarray]:
     """
     rooted = ~joined.is_kind(Kind.ALL_REDUCE)
     time_us = np.where(rooted, joined.latency_us[:, 0], joined.transfer_us)
-    normed = np.array([*(path == NORMED for path in joined.records[0].paths), False])
+    normed = np.array([*(path == FUSED for path in joined.records[0].paths), False])
     usable = np.where((time_us > 0) & ~normed[joined.rows["path"]], time_us, np.nan)
     algbw = joined.rows["bytes"] / usable / 1e3
     factors = np.array([bus_factor(kind, joined.world) for kind in Kind])

@@ -80,9 +80,8 @@ class Presets:
         for group in {one.key_or_group for one in chosen}.intersection(WHOLE):
             section = asdict(BenchConfig())[group]
             found = dict(flat({group: section})) | found
-        for key in IDLE.get(
-            str(found.get("workload.kind")), ()
-        ):  # the experiment's, of another kind
+        kind = str(found.get("workload.kind"))
+        for key in IDLE.get(kind, ()):  # the experiment's, of another kind
             found.setdefault(f"workload.{key}", getattr(WorkloadConfig(), key))
         if any(key in found for key in LENGTHS):
             found[SHAPE] = None

@@ -9,7 +9,7 @@ import torch
 
 from engine.comm.base import AddNorm
 from engine.comm.rendezvous import LOOPBACK
-from engine.comm.symmetric import SymmetricCommunicator
+from engine.comm.symmetric import ALIGNMENT, DTYPES, SymmetricCommunicator
 from engine.comm.symmetric_memory import Shared, SharedSides, SymmetricMemory, SymmetricSides
 from engine.comm.types import Kind, Site, StepInfo
 from engine.kernels import USUAL, Kernels
@@ -55,8 +55,8 @@ class FusedCommunicator(SymmetricCommunicator):
         return (
             0 < rows <= MAX_ROWS
             and nbytes * (self.world - 1) <= SIDE_BYTES
-            and size * dtype.itemsize % 16 == 0
-            and dtype in (torch.bfloat16, torch.float32)
+            and size * dtype.itemsize % ALIGNMENT == 0
+            and dtype in DTYPES
         )
 
     def partial_linear(

@@ -19,8 +19,8 @@ ONE_SHOT_BYTES = 64 << 10
 """Two-shot takes over above it. Back to back in CUDA graphs of two H200s: 32 KiB 6.7 us one-shot,
 7.1 us two-shot; 128 KiB 7.6 and 7.2; 2 MiB 18.8 and 13.0; 64 MiB 370 and 212, NCCL 267. It is a
 limit on what a rank reads from its peers, which grows with their number."""
-_ALIGNMENT = 16
-_DTYPES = (torch.bfloat16, torch.float32)
+ALIGNMENT = 16
+DTYPES = (torch.bfloat16, torch.float32)
 _TWO_SHOT_WORLDS = (2, 4, 8)
 
 ONE_SHOT, TWO_SHOT = "symm_one_shot", "symm_two_shot"
@@ -33,7 +33,7 @@ def path_of(nbytes: int, dtype: torch.dtype, world: int) -> str | None:
     float32); what is no multiple of 16 bytes, their widest load; and above the one-shot limit a
     number of ranks that two-shot is not built for (2, 4 and 8).
     """
-    if nbytes > BUFFER_BYTES or nbytes == 0 or nbytes % _ALIGNMENT or dtype not in _DTYPES:
+    if nbytes > BUFFER_BYTES or nbytes == 0 or nbytes % ALIGNMENT or dtype not in DTYPES:
         return None
     if nbytes * (world - 1) <= ONE_SHOT_BYTES:
         return ONE_SHOT
@@ -102,7 +102,7 @@ class SymmetricCommunicator(ProcessGroupCommunicator):
         if path_of(x.nbytes, x.dtype, self.world) is None:
             super()._all_reduce(x)
             return
-        assert self._shared is not None and x.data_ptr() % _ALIGNMENT == 0
+        assert self._shared is not None and x.data_ptr() % ALIGNMENT == 0
         buffer = self._shared.buffer(x.numel(), x.dtype)
         buffer.copy_(x.view(-1))
         self._sum(buffer, x)

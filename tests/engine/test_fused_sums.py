@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import random
 import time
@@ -14,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.comm import Kind, Site, fused
+from engine.comm import Kind, Site, fused, symmetric
 from engine.comm.fused import FUSED, FusedCommunicator
-from engine.comm.rendezvous import Rendezvous
 from engine.comm.symmetric import ONE_SHOT
 from engine.comm.types import Phase, StepInfo
 from engine.layers import RMSNorm
 from tests.support.interpreter import require_interpreter
+from tests.support.rank_processes import found_by_ranks
 from tests.support.shared_memory import Buffers, share_of, sides_of
 from tests.support.threads import Recorder
 
@@ -53,12 +52,10 @@ def norm_of(place: int, dtype: torch.dtype) -> RMSNorm:
 
 @torch.inference_mode()
 def on_rank(
-    rank: int, world: int, port: int, buffers: Buffers, memory: list[torch.Tensor], out: Any
+    rank: int, port: int, world: int, buffers: Buffers, memory: list[torch.Tensor], out: Any
 ) -> None:
     fused.SIDE_BYTES, fused.MAX_ROWS = SIDE, ROWS
     shares = {"share": share_of(buffers), "share_sides": sides_of(memory)}
-    from engine.comm import symmetric
-
     symmetric.BUFFER_BYTES = len(buffers.bytes[0])
     comm = FusedCommunicator(rank, world, port, 60.0, backend="gloo", **shares)
     heard, found, late = Recorder(), SimpleNamespace(layers=[]), random.Random(rank)
@@ -82,34 +79,17 @@ def on_rank(
     out.send_bytes(pickle.dumps(vars(found)))
 
 
-def run_ranks(world: int) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    rendezvous = Rendezvous()
-    buffers = Buffers.of(world, 1 << 16, context.Barrier(world, timeout=60))
+def shared(context: Any, world: int) -> tuple[int, Buffers, list[torch.Tensor]]:
     nbytes = 2 * SIDE + world * ROWS * 4
     memory = [torch.zeros(nbytes, dtype=torch.uint8).share_memory_() for _ in range(world)]
-    pipes = [context.Pipe() for _ in range(world)]
-    processes = [
-        context.Process(
-            target=on_rank, args=(rank, world, rendezvous.port, buffers, memory, theirs)
-        )
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process, (_, theirs) in zip(processes, pipes, strict=True):
-        process.start()
-        theirs.close()
-    found = [pickle.loads(ours.recv_bytes()) for ours, _ in pipes]
-    for process in processes:
-        process.join()
-    rendezvous.close()
-    assert [process.exitcode for process in processes] == [0] * world
-    return found
+    return world, Buffers.of(world, 1 << 16, context.Barrier(world, timeout=60)), memory
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank found."""
-    return run_ranks(request.param)
+    world: int = request.param
+    return found_by_ranks(on_rank, world, lambda context: shared(context, world))
 
 
 def test_every_sum_is_the_reference_on_every_rank(ranks: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,12 +13,12 @@ import torch.nn.functional as F
 
 from engine.comm import Kind, Site, symmetric, symmetric_memory
 from engine.comm.ranks import connect_rank
-from engine.comm.rendezvous import Rendezvous
 from engine.comm.symmetric import ONE_SHOT, TWO_SHOT, SymmetricCommunicator, path_of
 from engine.comm.symmetric_memory import SymmetricMemory
 from engine.errors import ConfigError
 from engine.layers import RMSNorm
 from engine.parallel import RowParallelLinear
+from tests.support.rank_processes import found_by_ranks
 from tests.support.shared_memory import Buffers, FakeShared, share_of
 from tests.support.threads import Recorder
 
@@ -134,23 +133,9 @@ def on_rank(rank: int, port: int, buffers: Buffers, out: Any) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """What both ranks found."""
-    context = multiprocessing.get_context("spawn")
-    rendezvous = Rendezvous()
-    buffers = Buffers.of(2, MIB, context.Barrier(2, timeout=60))
-    pipes = [context.Pipe() for _ in range(2)]
-    processes = [
-        context.Process(target=on_rank, args=(rank, rendezvous.port, buffers, theirs))
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process, (_, theirs) in zip(processes, pipes, strict=True):
-        process.start()
-        theirs.close()
-    found = [pickle.loads(ours.recv_bytes()) for ours, _ in pipes]
-    for process in processes:
-        process.join()
-    rendezvous.close()
-    assert [process.exitcode for process in processes] == [0, 0]
-    return found
+    return found_by_ranks(
+        on_rank, 2, lambda context: [Buffers.of(2, MIB, context.Barrier(2, timeout=60))]
+    )
 
 
 def test_sums_are_exact_but_for_one_rounding(ranks: list[dict[str, Any]]) -> None:

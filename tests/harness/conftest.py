@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from harness import execute
+from tests.support.cli import Cli
 from tests.support.fake_session import FakeSession
 
 
@@ -16,3 +19,8 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
     monkeypatch.setattr(FakeSession, "start_behaviour", lambda cfg, _: "ok", raising=False)
     monkeypatch.setattr(execute, "Session", FakeSession)
     return made
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from harness.__main__ import conf_folder
 from harness.config import SettingsError, register
 from harness.launcher import compose, run
-from harness.validation import arrival_rate, validate
+from harness.validation import validate
 from tests.support.plans import config
 
 CONF = conf_folder()
@@ -290,20 +290,3 @@ def test_a_value_that_cannot_stand_is_named_with_its_limit(
 def test_the_defaults_stand() -> None:
     validate(config())
     validate(composed()[0])
-
-
-def test_arrival_rates() -> None:
-    assert arrival_rate("poisson(2)") == 2.0
-    assert arrival_rate("poisson(1e-1)") == 0.1
-    assert arrival_rate("all") is None
-    assert arrival_rate("trace") is None
-    for wrong in (
-        "poisson",
-        "poisson()",
-        "poisson(-1)",
-        "poisson(e)",
-        "poisson(inf)",
-        "uniform(2)",
-    ):
-        with pytest.raises(SettingsError, match="requests per second"):
-            arrival_rate(wrong)

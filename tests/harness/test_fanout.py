@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,28 +281,3 @@ def test_what_cannot_stand_is_refused_before_anything_is_submitted(
     if {"device", "tp"} & set(changes):
         with pytest.raises(launcher.SettingsError, match=message):
             list_jobs([base], "ray", None)
-
-
-def test_list_prints_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tp=1,2", "batch=1,4", "hydra/launcher=fake"]
-    cpu = {"device": "cpu"}
-    assert list_jobs(sweep(cpu, tp=[1, 2], batch=[1, 4]), "fake", None) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[:2] for line in lines[:2]] == [
-        ["job-000", "2 points"], ["job-001", "2 points"],
-    ]  # fmt: skip
-    assert "tp=2 enforce_eager=true" in lines[1]
-    configs = sweep(cpu | {"backend": "vllm"}, batch=[1])
-    configs += sweep(cpu, engine__fused=["none", "store"])
-    assert list_jobs(configs, "fake", None) == 0
-    found = [line.split("  ")[2] for line in capsys.readouterr().out.splitlines()[:3]]
-    assert [text.split()[0] for text in found] == ["backend=vllm", "backend=native",
-                                                           "backend=native"]  # fmt: skip
-    assert ["engine.fused=store" in text for text in found] == [False, False, True]
-    assert lines[2] == "4 points in 2 jobs by fake"
-    assert launcher.run(words, conf_folder(), partial(_unreachable), None) == 1
-    assert "rangefinder[cluster]" in capsys.readouterr().err
-
-
-def _unreachable(_: Any) -> int:
-    raise AssertionError

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from harness.store import load
 from tests.support.cli import Cli
 from tests.support.fake_engine import behave, recorded, wait_until
 
 FOUR = ("tp=1", "batch=1,2,4,8")
 SHORT = "measure.point_timeout_s=10"
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    return Cli(tmp_path)
 
 
 def statuses(run: str) -> list[str]:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from harness import workload
+from harness.config import SettingsError
 from harness.trace import TraceError, read_trace
+from harness.validation import arrival_rate
 from harness.workload import WorkloadError, nano_vllm
 from tests.support.fake_backend import make_cfg
 
@@ -225,3 +227,20 @@ def test_a_request_that_is_too_long_says_what_to_lower() -> None:
         build(workload__prompt_tokens=124)
     with pytest.raises(WorkloadError, match=r"workload='train': choose decode"):
         build(workload__kind="train")
+
+
+def test_arrival_rates() -> None:
+    assert arrival_rate("poisson(2)") == 2.0
+    assert arrival_rate("poisson(1e-1)") == 0.1
+    assert arrival_rate("all") is None
+    assert arrival_rate("trace") is None
+    for wrong in (
+        "poisson",
+        "poisson()",
+        "poisson(-1)",
+        "poisson(e)",
+        "poisson(inf)",
+        "uniform(2)",
+    ):
+        with pytest.raises(SettingsError, match="requests per second"):
+            arrival_rate(wrong)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.multiprocessing
@@ -41,3 +43,27 @@ def run_processes(
             process.kill()
             process.join()
         rendezvous.close()
+
+
+def found_by_ranks(
+    run: Callable[..., object], world: int, arguments: Callable[[Any], Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """What each of `world` spawned processes sends back: `run(rank, port, *arguments, pipe)`, which
+    sends one pickled dict. `arguments` makes them by the context that the processes are of."""
+    context = multiprocessing.get_context("spawn")
+    rendezvous = Rendezvous()
+    given = arguments(context)
+    pipes = [context.Pipe() for _ in range(world)]
+    processes = [
+        context.Process(target=run, args=(rank, rendezvous.port, *given, theirs))
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    found = [pickle.loads(ours.recv_bytes()) for ours, _ in pipes]
+    for process in processes:
+        process.join()
+    rendezvous.close()
+    assert [process.exitcode for process in processes] == [0] * world
+    return found
