@@ -1,15 +1,17 @@
 """Shows what a verdict is worth on this machine: A/A comparisons, and a planted slow-down.
 
-    python scripts/aa_check.py [--pairs 20] [--engines 8] [--tries 1] [--keep DIR] [SETTING=...]
+    python scripts/aa_check.py [--pairs 20] [--engines 8] [--tries 1] [--minutes N] [--keep DIR]
+        [SETTING=...]
 
 Measures one point in --pairs + 1 runs one after the other, each of --engines fresh engines, and
-compares every run with the one before: the same code, so FASTER and SLOWER are false alarms. Then
-once more with an engine that waits after each step for a tenth of the step's time, which must be
-SLOWER wherever engines alike differ by clearly less than that (the floor of the comparison). Where
-they differ by more, a verdict cannot tell: up to --tries such pairs are measured until one can. All
-are printed. SETTINGs are those of the harness; the planted delay needs tp=1, and on a GPU
-engine.overlap=false. Prints markdown; exit status 0 if at most one comparison in twenty raised an
-alarm and the slow-down was found.
+compares every run with the one before: the same code, so FASTER and SLOWER are false alarms. Behind
+the first of them once more with an engine that waits after each step for a tenth of the step's
+time, which must be SLOWER wherever engines alike differ by clearly less than that (the floor of the
+comparison). Where they differ by more, a verdict cannot tell: up to --tries such pairs are measured
+until one can. All are printed. After --minutes no further run begins. SETTINGs
+are those of the harness; the planted delay needs tp=1, and on a GPU engine.overlap=false. Prints
+markdown; exit status 0 if at most one comparison in twenty raised an alarm and the slow-down was
+found.
 """
 
 from __future__ import annotations
@@ -127,11 +129,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--tries", type=int, default=1, help="planted comparisons at most")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     parser.add_argument("settings", nargs="*", help="of the harness, for instance model=qwen3-0.6b")
     options = parser.parse_args(argv)
     arguments = [*POINT, f"measure.n_process={options.engines}", "measure.min_repeats=6",
                  "measure.max_repeats=6", *options.settings]  # fmt: skip
+    end = time.monotonic() + 60 * options.minutes
     slow = Functions(create=f"{Path(__file__).stem}:slowed")
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
@@ -139,11 +143,13 @@ def main(argv: list[str] | None = None) -> int:
         def frame(functions: Functions) -> pd.DataFrame:
             return repeats.read(measured(arguments, folder, functions))
 
-        frames = [frame(Functions()) for _ in range(options.pairs + 1)]
-        alike = [cells.compare(a, b) for a, b in pairwise(frames)]
-        planted = [cells.compare(frames[-1], frame(slow))]
+        frames = [frame(Functions())]
+        planted = [cells.compare(frames[0], frame(slow))]
         while len(planted) < options.tries and not can_tell(planted[-1]):
             planted.append(cells.compare(frame(Functions()), frame(slow)))
+        while len(frames) <= options.pairs and time.monotonic() < end:
+            frames.append(frame(Functions()))
+        alike = [cells.compare(a, b) for a, b in pairwise(frames)]
         text, as_it_must_be = judged(alike, planted, options.engines)
     print(f"`{' '.join(arguments)}`\n\n{text}")
     return int(not as_it_must_be)

@@ -181,7 +181,13 @@ def test_nothing_is_left_to_build_once_weights_are_loaded(
     monkeypatch.setattr("engine.runner.prebuilding", counted)
     # A shape that no other test has, so that there is something to build.
     size = 192 + 64 * (sum(map(ord, str(options))) % 31)
-    path = checkpoints(dtype="bfloat16", hidden_size=size, intermediate_size=3 * size, **HEADS)
+    path = checkpoints(
+        dtype="bfloat16",
+        hidden_size=size,
+        intermediate_size=3 * size,
+        max_position=1024,
+        **HEADS,
+    )
     probe = Probe(path, cache_dir=str(compile_cache), **options)
     probe.teacher_forced([list(range(30))] * 5, 20)
     probe.close()

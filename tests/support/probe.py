@@ -37,7 +37,7 @@ class Probe:
 
         def keeping(model: Qwen3ForCausalLM, hidden: torch.Tensor, batch: Any) -> Any:
             logits = plain(model, hidden, batch)
-            if logits is not None:
+            if logits is not None and not logits.is_meta:  # as those of prebuilding are
                 if "logits" not in kept:
                     kept["logits"] = logits.new_zeros(self.config.max_num_seqs, logits.shape[1])
                 kept["logits"][: len(logits)].copy_(logits)
