@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -199,6 +200,7 @@ def threads(gpu: fake_cuda.FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[in
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.device)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     return chosen
 
 
@@ -218,6 +220,24 @@ def test_threads_build_on_the_callers_gpu_and_are_waited_for(
     assert gpu.loads == loads
 
 
+def test_kernels_in_the_cache_are_loaded_as_they_are_launched(
+    threads: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def loads(config: ResolvedConfig, rank: int = 0) -> int:
+        """By a rank that starts on a GPU that holds none yet."""
+        gpu = fake_cuda.install(monkeypatch, str(tmp_path))
+        with prebuilding(config, MODEL, rank):
+            pass
+        return gpu.loads
+
+    config = resolved()
+    assert loads(config) > 9
+    assert loads(config) == 0
+    assert loads(replace(config, linear="torch")) > 3 and loads(config, rank=1) > 9
+    shutil.rmtree(tmp_path)
+    assert loads(config) > 9
+
+
 def test_what_fails_is_said_and_the_rest_built(
     threads: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,6 +250,9 @@ def test_what_fails_is_said_and_the_rest_built(
         pass
     assert "built as they are launched" in caplog.text and "no ptxas" in caplog.text
     assert sorted(done) == list(range(9))
+    with prebuilding(resolved(), MODEL, 0):  # the cache is not said to hold them
+        pass
+    assert len(done) == 18
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
