@@ -1,17 +1,17 @@
 """Shows what a verdict is worth on this machine: A/A comparisons, and a planted slow-down.
 
-    python scripts/aa_check.py [--pairs 20] [--engines 8] [--tries 1] [--minutes N] [--keep DIR]
+    python scripts/aa_check.py [--runs 7] [--engines 8] [--tries 1] [--minutes N] [--keep DIR]
         [SETTING=...]
 
-Measures one point in --pairs + 1 runs one after the other, each of --engines fresh engines, and
-compares every run with the one before: the same code, so FASTER and SLOWER are false alarms. Behind
-the first of them once more with an engine that waits after each step for a tenth of the step's
-time, which must be SLOWER wherever engines alike differ by clearly less than that (the floor of the
-comparison). Where they differ by more, a verdict cannot tell: up to --tries such pairs are measured
-until one can. All are printed. After --minutes no further run begins. SETTINGs
-are those of the harness; the planted delay needs tp=1, and on a GPU engine.overlap=false. Prints
-markdown; exit status 0 if at most one comparison in twenty raised an alarm and the slow-down was
-found.
+Measures one point in --runs runs one after the other, each of --engines fresh engines, and compares
+every two of them, 21 comparisons of 7: the same code, so FASTER and SLOWER are false alarms. (Each
+run is in six of the 21, so one that is apart raises several.) Behind the first run comes one whose
+engines wait after each step for a tenth of the step's time, which must be SLOWER wherever engines
+alike differ by clearly less than that (the floor of the comparison). Where they differ by more, a
+verdict cannot tell: up to --tries such pairs are measured until one can. All are printed. After
+--minutes no further run begins. SETTINGs are those of the harness; the planted delay needs tp=1,
+and on a GPU engine.overlap=false. Prints markdown; exit status 0 if at most one comparison in
+twenty raised an alarm and the slow-down was found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,7 @@ def judged(
     of = planted[0].a
     parts = [
         f"{of['gpu'] or of['cpu']}, torch {of['torch_version']}, commit {of['git_sha']}; {engines} "
-        "engines a side.",
+        "engines a run.",
         f"{alarms} of {len(alike)} A/A comparisons raised an alarm; their cells: "
         f"{', '.join(f'{n} {v}' for v, n in counts.items())}. A delay of {DELAY:.0%} after each "
         f"step was found in {len(seen)} of {len(able)} comparisons whose floor was at most "
@@ -126,7 +126,7 @@ def judged(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A/A comparisons and one planted slow-down.")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--tries", type=int, default=1, help="planted comparisons at most")
     parser.add_argument("--minutes", type=float, default=float("inf"))
@@ -147,9 +147,9 @@ def main(argv: list[str] | None = None) -> int:
         planted = [cells.compare(frames[0], frame(slow))]
         while len(planted) < options.tries and not can_tell(planted[-1]):
             planted.append(cells.compare(frame(Functions()), frame(slow)))
-        while len(frames) <= options.pairs and time.monotonic() < end:
+        while len(frames) < options.runs and time.monotonic() < end:
             frames.append(frame(Functions()))
-        alike = [cells.compare(a, b) for a, b in pairwise(frames)]
+        alike = [cells.compare(a, b) for a, b in combinations(frames, 2)]
         text, as_it_must_be = judged(alike, planted, options.engines)
     print(f"`{' '.join(arguments)}`\n\n{text}")
     return int(not as_it_must_be)
