@@ -34,8 +34,8 @@ def test_one_kernel_is_the_two_bit_for_bit(
     rotary = RotaryEmbedding(head_dim, 5000, 1e6, "cuda")(torch.arange(4000, 4019, device="cuda"))
     slots = torch.randperm(6 * 16, device="cuda")[:19]
     own, reference = torch.zeros(2, 2, 6, 16, kv_heads, head_dim, device="cuda", dtype=dtype)
-    found = norm_rotate_store(q, k, v, *pair, rotary, own[0], own[1], slots)
-    expected, stored = norm_and_rotate(q, k, *pair, rotary)
+    found = norm_rotate_store(q, k, v, *pair, rotary, own[0], own[1], slots)  # type: ignore[call-arg]
+    expected, stored = norm_and_rotate(q, k, *pair, rotary)  # type: ignore[call-arg]
     store_kv(stored, v, reference[0], reference[1], slots)
     assert torch.equal(found, expected) and torch.equal(own, reference)
 

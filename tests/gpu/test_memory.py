@@ -43,7 +43,7 @@ def test_graphs_come_out_of_the_cache_and_not_out_of_what_is_left_alone(qwen3_0_
                 assert {len(output.token_ids) for output in outputs} == {8}
             free = torch.cuda.mem_get_info()[0]
             memory = llm.memory()[0]
-        assert memory["kv_bytes"] > total // 2
+        assert (memory["kv_bytes"] or 0) > total // 2
         assert free > 0.03 * total - SLACK
     assert pages[1] < pages[0]
 

@@ -158,10 +158,10 @@ def test_filters_keep_what_float64_keeps_and_a_row_depends_on_itself() -> None:
         torch.tensor(ps, dtype=torch.float64).cuda(),
         torch.tensor(ms, dtype=torch.float64).cuda(),
     ]
-    together = keep_most_probable(logits.cuda(), *columns, max(ks)).isfinite().cpu()
+    together = keep_most_probable(logits.cuda(), *columns, max(ks)).isfinite().cpu()  # type: ignore[call-arg]
     for i in range(rows):
         part = slice(i, i + 1)
-        alone = keep_most_probable(logits[part].cuda(), *(c[part] for c in columns), ks[i])
+        alone = keep_most_probable(logits[part].cuda(), *(c[part] for c in columns), ks[i])  # type: ignore[call-arg]
         assert torch.equal(alone.isfinite().cpu()[0], together[i]), f"row {i}"
         exact = keep_reference(logits[i].double().numpy(), 0.7, ks[i], ps[i], ms[i])
         # A boundary may fall between tokens that are as good as equal.

@@ -150,7 +150,7 @@ def _fused(rank: int, port: int) -> None:
             found += [normed, residual]
         return found
 
-    heard = Paths(ObserverContext(rank, 2, "cuda"))
+    heard = Paths(ObserverContext(rank, 2, "cuda", lambda: None, lambda *of: lambda: None))
     comm.attach([heard])
     graphs, stream = {}, torch.cuda.Stream()
     for rows in ROWS:
