@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MODE = ("device", "enforce_eager", "compile", "attention", "dtype", "page_size")
 """Settings that a group has in common, as they were in effect."""
 _POINTS = ("run_id", "point_id", "process", "status", "requested", "effective", "tp", "batch",
-           "effective.mode", "effective.comm", "hardware_fingerprint")  # fmt: skip
+           "effective.mode", "effective.comm", "hardware_fingerprint", "environment")  # fmt: skip
 _METRICS = ("point_id", "process", "repeat", "name", "stat", "value", "phase", "ranks")
 
 
@@ -68,12 +68,7 @@ def measured(runs: Sequence[Path]) -> Measured:
         points.append(results.table("points", _POINTS))
         metrics.append(results.table("metrics", _METRICS))
     frame = pd.concat(points, ignore_index=True).drop_duplicates(["run_id", "point_id", "process"])
-    machines = sorted(set(frame["hardware_fingerprint"].dropna()))
-    if len(machines) != 1:
-        raise PredictionError(
-            f"runs of {len(machines)} machines ({', '.join(machines)}): rates and collectives are "
-            "one machine's; name runs of one"
-        )
+    fingerprint = _machine_of(frame)
     steps = _steps(pd.concat(metrics, ignore_index=True))
     shapes: dict[str, ModelShape] = {}
     groups: dict[str, Group] = {}
@@ -92,7 +87,30 @@ def measured(runs: Sequence[Path]) -> Measured:
     said = tuple(f"{n} points left out: {reason}" for reason, n in notes.items())
     if not groups:
         raise PredictionError(f"no decode step to fit; {'; '.join(said) or 'the runs are empty'}")
-    return Measured(tuple(groups.values()), machines[0], said)
+    return Measured(tuple(groups.values()), fingerprint, said)
+
+
+def _machine_of(points: pd.DataFrame) -> str:
+    """The fingerprint under which the machine's calibration is kept: where some runs saw a part of
+    its GPUs (CUDA_VISIBLE_DEVICES), that of the runs that saw most.
+
+    Raises:
+        PredictionError: they are several machines.
+    """
+    alike, gpus = {}, {}
+    for _, row in points.drop_duplicates("hardware_fingerprint").iterrows():
+        if not isinstance(row["environment"], str):
+            continue  # a row of a point that never ran
+        found, fingerprint = json.loads(row["environment"]), str(row["hardware_fingerprint"])
+        kinds = {(gpu["name"], gpu["memory_bytes"], gpu["capability"]) for gpu in found["gpus"]}
+        facts = [found[name] for name in ("host", "cpu", "memory_bytes", "os", "driver")]
+        alike[fingerprint], gpus[fingerprint] = repr([*facts, *sorted(kinds)]), len(found["gpus"])
+    if len(set(alike.values())) != 1:
+        raise PredictionError(
+            f"runs of {len(set(alike.values()))} machines ({', '.join(sorted(alike))}): rates and "
+            "collectives are one machine's; name runs of one"
+        )
+    return max(gpus, key=gpus.__getitem__)
 
 
 def _steps(metrics: pd.DataFrame) -> dict[str, float]:

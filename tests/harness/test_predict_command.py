@@ -30,6 +30,14 @@ def section(model: str) -> dict[str, Any]:
     return {"name": model, "path": None, "load_format": "dummy"}
 
 
+def environment(gpus: int = 2, **changes: Any) -> str:
+    """Of the machine, with so many of its GPUs visible."""
+    gpu = {"name": "a GPU", "memory_bytes": 80 << 30, "capability": "9.0", "driver": "1"}
+    found = {"host": "here", "cpu": "a CPU", "memory_bytes": 1 << 40, "os": "Linux", "driver": "1",
+             "gpus": [{"index": n, **gpu, **changes} for n in range(gpus)]}  # fmt: skip
+    return json.dumps(found)
+
+
 def write(run: Path, number: int, model: str, tp: int, batch: int, **changes: Any) -> None:
     """A point whose decode steps took what the model says; `changes` of the table of points, or
     step_us."""
@@ -49,7 +57,7 @@ def write(run: Path, number: int, model: str, tp: int, batch: int, **changes: An
     point = {**key, "repeat": 0, "status": "ok", "requested": json.dumps(cfg), "tp": tp,
              "batch": batch, "effective": json.dumps(SETTINGS), "effective.mode": "graph",
              "effective.comm": "nccl" if tp > 1 else "solo", "hardware_fingerprint": MACHINE,
-             **changes}  # fmt: skip
+             "environment": environment(), **changes}  # fmt: skip
     figure = {**key, "name": "step_us", "stat": "p50", "value": step_us, "unit": "us", "n": 5,
               "n_process": 1, "source": "stamps", "pass": "step", "phase": "decode",
               "ranks": "max"}  # fmt: skip
@@ -158,9 +166,21 @@ def test_other_modes_are_other_groups(run: Path) -> None:
 
 
 def test_runs_of_two_machines_are_refused(run: Path) -> None:
-    write(run, 90, "qwen3-8b", 2, 8, hardware_fingerprint="other")
+    other = {"hardware_fingerprint": "other", "environment": environment(name="another GPU")}
+    write(run, 90, "qwen3-8b", 2, 8, **other)
     with pytest.raises(PredictionError, match="runs of 2 machines"):
         measured([run])
+
+
+def test_runs_that_saw_a_part_of_the_gpus_are_of_the_same_machine(
+    run: Path, calibrated: Calibration
+) -> None:
+    """Its calibration is that of all of them."""
+    seen = {"hardware_fingerprint": "fewer", "environment": environment(gpus=1)}
+    write(run, 0, "qwen3-0.6b", 1, 1, **seen)
+    found = measured([run])
+    assert found.fingerprint == MACHINE and [len(group.cells) for group in found.groups] == [12]
+    assert main([str(run), "--tp", "4"]) == 0
 
 
 def test_what_is_missing_is_said(
