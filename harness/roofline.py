@@ -14,16 +14,22 @@ from engine.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step asks of all ranks together. Bytes, and floating-point operations."""
+    """What one step asks of all ranks together. Bytes, and floating-point operations of products
+    with weights (matmul) and of attention."""
 
     weights_bytes: int
     kv_bytes: float
     logits_bytes: float
-    flops: float
+    matmul_flops: float
+    attention_flops: float
 
     @property
     def bytes(self) -> float:
         return self.weights_bytes + self.kv_bytes + self.logits_bytes
+
+    @property
+    def flops(self) -> float:
+        return self.matmul_flops + self.attention_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,8 @@ def step_cost(
         weights_bytes=weights_read(shape, tp=tp, tokens=tokens, itemsize=itemsize),
         kv_bytes=float(kv_token * sum(keys)),
         logits_bytes=float(samples * shape.vocab_size * itemsize),
-        flops=2.0 * tokens * matmul
-        + 2.0 * samples * head
-        + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs,
+        matmul_flops=2.0 * tokens * matmul + 2.0 * samples * head,
+        attention_flops=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs,
     )
 
 
@@ -117,7 +122,8 @@ def mean_decode_cost(
         weights_bytes=ends[0].weights_bytes,
         kv_bytes=(ends[0].kv_bytes + ends[1].kv_bytes) / 2,
         logits_bytes=ends[0].logits_bytes,
-        flops=(ends[0].flops + ends[1].flops) / 2,
+        matmul_flops=ends[0].matmul_flops,
+        attention_flops=(ends[0].attention_flops + ends[1].attention_flops) / 2,
     )
 
 

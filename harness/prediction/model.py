@@ -1,11 +1,13 @@
-"""The time of a decode step: what it must move and do, a cost a layer, and its collectives.
+"""The time of a decode step: a roofline, a cost a layer, and its collectives.
 
-    step = r x bytes / (tp x read bandwidth) + m x operations / (tp x matmul rate)
-           + l x layers + collectives
+    step = max(r x weights / (tp x read bandwidth), m x operations / (tp x matmul rate))
+           + r x (K/V + logits) / (tp x read bandwidth) + l x layers + collectives
 
-The rates and the collectives' skew-free times are this machine's calibration; r, m and l are fitted
-(1/r and 1/m are the efficiencies against those rates, l the microseconds that a layer costs beyond
-them: launches, hand-overs between kernels, what is neither matmul nor reading).
+Products read each weight once and do 2 x batch operations with it, so all of a step's are bound by
+the same of the two (Williams, Waterman, Patterson, "Roofline", CACM 2009); attention is bound by
+reading K and V. The rates and the collectives' skew-free times are this machine's calibration; r, m
+and l are fitted (1/r and 1/m are the efficiencies against those rates, l the microseconds that a
+layer costs beyond them: launches, hand-overs between kernels, norms).
 """
 
 from __future__ import annotations
@@ -51,16 +53,29 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A step's terms before any fit: us at full rates (read, matmul), layers, us of collectives."""
+    """A step before any fit.
 
-    read: float
+    Attributes:
+        weights, matmul: us of reading the weights, and of the operations with them, at full rates.
+        reading: us of reading K and V and writing logits at the full rate.
+        layers: their number; comm_us: of collectives.
+    """
+
+    weights: float
     matmul: float
+    reading: float
     layers: float
     comm_us: float
 
     @property
-    def fitted(self) -> tuple[float, float, float]:
-        return self.read, self.matmul, self.layers
+    def intensity(self) -> float:
+        """Above r / m operations bind the products, below it reading."""
+        return self.matmul / self.weights
+
+    def columns(self, computes: bool) -> tuple[float, float, float]:
+        """What r, m and l are multiplied by, where operations bind the products or do not."""
+        read = self.reading if computes else self.reading + self.weights
+        return read, self.matmul if computes else 0.0, self.layers
 
 
 def parts_of(cell: Cell, ceilings: Ceilings, curves: Curves) -> Parts:
@@ -76,9 +91,12 @@ def parts_of(cell: Cell, ceilings: Ceilings, curves: Curves) -> Parts:
     )  # fmt: skip
     if cost is None:
         raise PredictionError(f"workload.output_tokens={cell.output_tokens}: no decode step")
+    read, matmul = (1e6 / (cell.tp * rate)
+                    for rate in (ceilings.read_bytes_s, ceilings.matmul_flops_s))  # fmt: skip
     return Parts(
-        read=cost.bytes / (cell.tp * ceilings.read_bytes_s) * 1e6,
-        matmul=cost.flops / (cell.tp * ceilings.matmul_flops_s) * 1e6,
+        weights=cost.weights_bytes * read,
+        matmul=cost.matmul_flops * matmul,
+        reading=(cost.kv_bytes + cost.logits_bytes) * read,
         layers=float(cell.shape.num_layers),
         comm_us=_comm_us(cell, curves),
     )
@@ -100,18 +118,20 @@ def _comm_us(cell: Cell, curves: Curves) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """r, m and l; 0: the cells are explained best without the term."""
+    """r, m and l; m is 0 where operations bind no product."""
 
     read: float
     matmul: float
     layers: float
 
     def terms_us(self, parts: Parts) -> dict[str, float]:
-        """What each term adds to the step, collectives included."""
+        """What each term adds to the step, collectives included. Of the products there is one that
+        binds them: `read` holds the weights, or `matmul` is not 0."""
+        computes = self.matmul * parts.matmul > self.read * parts.weights
         factors = (self.read, self.matmul, self.layers)
         found = {
             name: factor * amount
-            for name, factor, amount in zip(TERMS, factors, parts.fitted, strict=True)
+            for name, factor, amount in zip(TERMS, factors, parts.columns(computes), strict=True)
         }
         return {**found, "comm": parts.comm_us}
 
@@ -120,25 +140,51 @@ class Fit:
 
 
 def fit(parts: Sequence[Parts], steps_us: Sequence[float]) -> Fit:
-    """Least squares of the relative error, no factor below zero.
+    """Least squares of the relative error, r and m at least 1 (nothing is faster than the ceilings)
+    and l at least 0: of the fits for each intensity from which on operations bind the products, the
+    one that explains the cells best.
 
     Raises:
         PredictionError: the cells cannot tell the three terms apart.
     """
-    from scipy.optimize import nnls
-
-    times = np.asarray(steps_us, np.float64)
-    columns = np.array([p.fitted for p in parts], np.float64).reshape(len(parts), len(TERMS))
-    scale = columns.max(axis=0, initial=0.0)
-    if len(times) < len(TERMS) or not scale.all():
-        raise PredictionError(f"{len(times)} cells; {len(TERMS)} terms need at least as many")
-    weighted = columns / scale / times[:, None]
-    if np.linalg.matrix_rank(weighted, tol=1e-3 * np.linalg.norm(weighted, 2)) < len(TERMS):
+    if len(parts) < len(TERMS):
+        raise PredictionError(f"{len(parts)} cells; {len(TERMS)} terms need at least as many")
+    best, least = None, np.inf
+    for bound in [np.inf, *sorted({p.intensity for p in parts}, reverse=True)]:
+        one = _bound_from(bound, parts, steps_us)
+        if one is None:
+            continue
+        errors = [one.step_us(p) / t - 1 for p, t in zip(parts, steps_us, strict=True)]
+        missed = float(np.dot(errors, errors))
+        if missed < least - 1e-9:  # as good is no reason for a further term
+            best, least = one, missed
+    if best is None:
         raise PredictionError(
             "the cells cannot tell reading, operations and layers apart; measure more batches "
             "and a second TP size or model"
         )
+    return best
+
+
+def _bound_from(bound: float, parts: Sequence[Parts], steps_us: Sequence[float]) -> Fit | None:
+    """With operations that bind the products from the intensity `bound` on; m is 0 where they bind
+    none. None: the terms cannot be told apart, or at the ceiling operations would bind some."""
+    from scipy.optimize import lsq_linear
+
+    times = np.asarray(steps_us, np.float64)
+    columns = np.array([p.columns(p.intensity >= bound) for p in parts], np.float64)
+    scale = columns.max(axis=0)
+    there = scale > 0
+    weighted = columns[:, there] / scale[there] / times[:, None]
+    rank = np.linalg.matrix_rank(weighted, tol=1e-3 * np.linalg.norm(weighted, 2))
+    if rank < there.sum():
+        return None
+    lowest = np.array([1.0, 1.0, 0.0])[there] * scale[there]
     comm = np.array([p.comm_us for p in parts])
-    found, _ = nnls(weighted, (times - comm) / times)
-    read, matmul, layers = (float(value) for value in found / scale)
+    solved = lsq_linear(weighted, (times - comm) / times, (lowest, np.inf), method="bvls")
+    factors = np.zeros(len(TERMS))
+    factors[there] = solved.x / scale[there]
+    read, matmul, layers = (float(value) for value in factors)
+    if matmul == 0 and max(p.intensity for p in parts) > read:
+        return None
     return Fit(read, matmul, layers)

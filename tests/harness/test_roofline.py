@@ -62,7 +62,9 @@ def test_kv_logits_and_flops_by_hand() -> None:
     assert cost.logits_bytes == 2 * 64 * 4
     layer = 8 * (16 + 8 + 8) + 16 * 8 + 3 * 8 * 16
     pairs = (1 + 2 + 3) + 10  # causal
-    assert cost.flops == 2 * 4 * 2 * layer + 2 * 2 * 64 * 8 + 4 * 2 * 4 * 4 * pairs
+    assert cost.matmul_flops == 2 * 4 * 2 * layer + 2 * 2 * 64 * 8
+    assert cost.attention_flops == 4 * 2 * 4 * 4 * pairs
+    assert cost.flops == cost.matmul_flops + cost.attention_flops
     assert cost.bytes == cost.weights_bytes + cost.kv_bytes + cost.logits_bytes
 
 
@@ -91,7 +93,7 @@ def test_mean_decode_cost_is_the_mean_over_the_steps() -> None:
 
 
 def test_utilisation_needs_a_measured_ceiling() -> None:
-    cost = roofline.StepCost(weights_bytes=4_000, kv_bytes=0, logits_bytes=0, flops=1e6)
+    cost = roofline.StepCost(4_000, 0, 0, matmul_flops=9e5, attention_flops=1e5)
     assert roofline.utilisation(cost, 100.0, 2, None) == (
         None, None, "no ceiling of a GPU was measured on this machine"
     )  # fmt: skip

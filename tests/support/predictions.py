@@ -11,7 +11,7 @@ CEILINGS = Ceilings(4e12, 8e14)
 TRUE = Fit(read=1.25, matmul=1.6, layers=40.0)
 SETTINGS = {"device": "cuda", "enforce_eager": False, "compile": "model", "attention": "flash2",
             "dtype": "bfloat16", "page_size": 256}  # fmt: skip
-_LAST = {"all_reduce": 1 << 26, "gather": 1 << 27, "broadcast": 1 << 12}
+_LAST = {"all_reduce": 1 << 26, "gather": 1 << 28, "broadcast": 1 << 12}
 
 
 def comm_us(kind: str, world: int, nbytes: float) -> float:
@@ -26,7 +26,9 @@ def calibrated_rows(worlds: tuple[int, ...] = (2,)) -> list[dict[str, Any]]:
     for kind, last in _LAST.items():
         first = {"all_reduce": 2048, "gather": 1 << 18, "broadcast": 8}[kind]
         sizes = {first << e for e in range(27) if first << e <= last}
-        sizes |= {151_936 * 2 * batch for batch in (1, 8, 32, 256)} if kind == "gather" else set()
+        sizes |= (
+            {151_936 * 2 * batch for batch in (1, 8, 32, 256, 512)} if kind == "gather" else set()
+        )
         for world in worlds:
             for mode in ("eager", "graph"):
                 for size in sorted(sizes):
