@@ -22,6 +22,10 @@ OPTIONAL = {
     "vllm": f"backend=vllm: {PEERS['vllm'].modules['vllm']}",
     "nano_vllm": f"backend=nanovllm: {PEERS['nanovllm'].modules['nanovllm']}",
 }
+NO_BYTECODE = (
+    "each process compiles torch anew, seconds of an engine's start: unset "
+    "PYTHONDONTWRITEBYTECODE, and where torch is read-only set PYTHONPYCACHEPREFIX to a folder"
+)
 
 
 def doctor() -> int:
@@ -51,6 +55,8 @@ def installed_table(found: dict[str, Any], machine: Machine) -> Table:
     table.add_row("C++ compiler", machine.cxx or "none", "" if machine.cxx else cxx)
     for name, version in found["versions"].items():
         table.add_row(name, version or "none", Text("" if version else OPTIONAL.get(name, "")))
+    if found["bytecode"] is False:
+        table.add_row("bytecode of torch", "none", NO_BYTECODE)
     table.add_row("nsys", *nsys_row(found["versions"].get("nvtx")))
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ from harness.fingerprint import digest
 # Only variables that change how the engine runs; a name that looks like a secret is left out even
 # then, and what stands before an @ in a URL is cut.
 ENV_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GLOO_", "TRITON_",
-                "VLLM_")  # fmt: skip
+                "PYTHONDONT", "PYTHONPYC", "VLLM_")  # fmt: skip
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -54,6 +55,16 @@ def versions() -> dict[str, str | None]:
     for name, distributions in PACKAGES.items():
         found[name] = next(filter(None, map(_version, distributions)), None)
     return found
+
+
+def bytecode() -> bool | None:
+    """Whether Python finds torch compiled to bytecode; None without torch. Where it does not (a
+    read-only installation, PYTHONDONTWRITEBYTECODE) each process compiles it anew: 3 to 5 s of an
+    engine's start on an H200's host."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    return Path(importlib.util.cache_from_source(torch.origin)).exists()
 
 
 def _version(distribution: str) -> str | None:
@@ -195,6 +206,7 @@ def _capture() -> str:
         "nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),  # of torchrun
         "driver": cards[0]["driver"] if cards else None,
         "versions": versions(),
+        "bytecode": bytecode(),
         "env": environment_variables(),
         "git": git(),
     }
@@ -204,6 +216,7 @@ def _capture() -> str:
 
 def capture() -> dict[str, Any]:
     """Everything above, read once a process: host, os, cpu, cpu_cores, memory_bytes, gpus, nodes,
-    driver, versions, env, git {sha, dirty}, fingerprint. Values are what JSON can hold."""
+    driver, versions, bytecode, env, git {sha, dirty}, fingerprint. All of it is what JSON can hold.
+    """
     found: dict[str, Any] = json.loads(_capture())
     return found

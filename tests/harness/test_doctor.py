@@ -20,6 +20,7 @@ FOUND: dict[str, Any] = {
     "memory_bytes": 8 << 30,
     "gpus": [],
     "driver": None,
+    "bytecode": True,
     "versions": {
         "torch": "2.13.0",
         "triton": None,
@@ -92,6 +93,14 @@ def test_a_gpu_that_torch_cannot_see_is_pointed_out() -> None:
     found = {**FOUND, "gpus": [{"name": "A GPU"}], "driver": "595"}
     text = "\n".join(" ".join(row) for row in shown(installed_table(found, CPU)))
     assert "torch sees none of them: install a CUDA build of torch" in text
+
+
+def test_a_torch_without_bytecode_is_pointed_out() -> None:
+    text = " ".join(" ".join(r) for r in shown(installed_table({**FOUND, "bytecode": False}, CPU)))
+    assert "bytecode of torch none each process compiles torch anew" in text
+    assert "PYTHONPYCACHEPREFIX" in text
+    kept = shown(installed_table(FOUND, CPU))
+    assert not [row for row in kept if row[:1] == ["bytecode"]]
 
 
 def test_values_are_shown_as_they_are_written() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import json
+import py_compile
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,21 @@ def test_the_capture_says_machine_software_and_commit() -> None:
     assert len(found["fingerprint"]) == 12
     sha = found["git"]["sha"]
     assert sha is None or (len(sha) == 40 and isinstance(found["git"]["dirty"], bool))
+
+
+def test_whether_torch_is_kept_as_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name in a folder of its own: as installed, and compiled."""
+    (tmp_path / "torch.py").write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    importlib.invalidate_caches()
+    assert hardware.bytecode() is False
+    py_compile.compile(str(tmp_path / "torch.py"))
+    assert hardware.bytecode() is True
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "elsewhere"))
+    assert hardware.bytecode() is False
+    monkeypatch.setattr(sys, "path", [])
+    assert hardware.bytecode() is None
 
 
 def test_the_fingerprint_is_of_the_machine_alone() -> None:
