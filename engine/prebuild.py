@@ -159,8 +159,7 @@ def _run_on_meta(config: ResolvedConfig, shape: ModelShape, comm: _Rank, kernels
         there = _on_meta(batch)
         logits = model.compute_logits(model(there, kv_cache), there)
         sampling(logits, _on_meta(rows), None)
-        if logits is not None:  # StepSampler.planned samples a float32 copy
-            sampling(logits.float(), _on_meta(rows), None)
+        sampling.warm_up(_on_meta(rows))
 
 
 def _steps(

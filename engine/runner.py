@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -36,8 +35,6 @@ from engine.step import StepPlan
 from engine.steplog import StepLog
 from engine.warmup import warmup_steps
 from engine.weights import load_weights
-
-logger = logging.getLogger(__name__)
 
 
 class Runner:
@@ -286,6 +283,7 @@ class Runner:
         for batch, rows in warmup_steps(self.config, self._buffers, self._execution.warmup_sizes):
             self._forward(batch, rows)
             self.synchronize()
+        self._sampling.warm_up(rows)
         self._execution.warmed_up()
         return time.perf_counter() - begin
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from engine.buffers import SamplingRows
 from engine.comm.base import Communicator
 from engine.comm.types import Site
+from engine.kernels import runs_triton
 from engine.logprobs import LogprobTensors
 from engine.sampling_plan import SamplingPlan, upload
 from engine.step import StepPlan
@@ -39,7 +41,7 @@ class SamplingStage:
     ) -> None:
         self._comm = comm
         self._last_tokens = last_tokens
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._vocab_size = max_num_seqs, vocab_size
         self._ids = last_tokens.new_zeros(max_num_seqs)
         self._logits: torch.Tensor | None = None  # of replays that stop before sampling
         self._sampler = StepSampler(max_num_seqs, vocab_size, last_tokens.device)
@@ -51,6 +53,13 @@ class SamplingStage:
         of them. Without a plan every row is plain, and a graph can hold the whole."""
         logprobs = None if logits is None else self.sample(logits, rows, plan)
         return self.hand_out(rows), logprobs
+
+    def warm_up(self, rows: SamplingRows) -> None:
+        """Loads what samples a float32 copy of logits, as steps with a plan do; no other step runs
+        it before the first of those comes."""
+        if self._comm.rank == 0 and runs_triton(self._ids):
+            logits = torch.zeros(len(rows.slots), self._vocab_size, device=self._ids.device)
+            self._sampler.plain(logits, replace(rows, all_greedy=False))
 
     def sample(
         self, logits: torch.Tensor, rows: SamplingRows, plan: SamplingPlan | None

@@ -20,18 +20,23 @@ from typing import Any
 import pytest
 import torch
 
-from engine import layers, prebuild, sampler
+from engine import layers, prebuild, sampler, sampling_stage
 from engine.attention import flash
 from engine.batch import ForwardBatch
 from engine.buffers import BatchBuffers, SamplingRows
+from engine.comm.solo import SoloCommunicator
 from engine.config import ResolvedConfig
 from engine.graphs import bucket_sizes
 from engine.kernels import Kernels, store_kv, triton_builds
 from engine.kv_cache import KVCache
 from engine.models import qwen
 from engine.prebuild import _Rank, first_launches, prebuilding
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.sampling_plan import SamplingPlan
 from engine.sampling_stage import SamplingStage
 from engine.shape import ModelShape
+from engine.step import ScheduledSeq
 from engine.warmup import warmup_steps
 from tests.support import fake_cuda
 from tests.support.plans import SHAPE
@@ -45,7 +50,7 @@ MODEL = replace(SHAPE, hidden_size=256, head_dim=64, intermediate_size=4096, dty
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_cuda.FakeCuda]:
-    for module in (layers, qwen, store_kv, sampler):
+    for module in (layers, qwen, store_kv, sampler, sampling_stage):
         monkeypatch.setattr(module, "runs_triton", lambda x: True)
     for name in ("chunks", "decode"):
         monkeypatch.setattr(flash, name, lambda q, *args: torch.zeros_like(q))
@@ -68,7 +73,7 @@ def resolved(**changes: Any) -> ResolvedConfig:
 
 @torch.inference_mode()
 def serve(config: ResolvedConfig, shape: ModelShape, rank: int, kernels: Kernels) -> None:
-    """The step that measures memory, the warm-up, a step of each bucket, sampled in both ways."""
+    """The step that measures memory, the warm-up, a step of each bucket: a rank until it serves."""
     comm, cpu = _Rank(rank, config), torch.device("cpu")
     dtype, sizes = getattr(torch, config.dtype), (config.max_num_batched_tokens, 1)
     given = (shape, comm, config.attention, config.max_model_len, dtype, cpu, kernels)
@@ -95,8 +100,7 @@ def serve(config: ResolvedConfig, shape: ModelShape, rank: int, kernels: Kernels
     for batch, rows in steps():
         logits = model.compute_logits(model(batch, cache), batch)
         stage(logits, rows, None)
-        if logits is not None:
-            stage(logits.to(torch.float32, copy=True), rows, None)  # as StepSampler.planned
+        stage.warm_up(rows)
 
 
 def builds(noted: Iterator[Any]) -> set[tuple[Any, ...]]:
@@ -119,6 +123,23 @@ def test_steps_launch_what_was_built(gpu: fake_cuda.FakeCuda) -> None:
     for build in first_launches(config, MODEL, rank=0):
         build()
     assert gpu.loads == built
+
+
+def test_a_step_with_a_plan_launches_what_was_warmed_up(gpu: fake_cuda.FakeCuda) -> None:
+    """Top-k asks for a plan; its rows are sampled from a float32 copy of bf16 logits."""
+    vocab, count = 4096, 3
+    last = torch.zeros(9, dtype=torch.int64)
+    stage = SamplingStage(SoloCommunicator(), last, max_num_seqs=8, vocab_size=vocab)
+    ints = torch.zeros(count, dtype=torch.int64)
+    rows = SamplingRows(ints + torch.arange(count), torch.ones(count), ints, ints, all_greedy=True)
+    stage.warm_up(rows)
+    built, launched = gpu.loads, len(gpu.launches)
+    assert built == launched == 2
+    request = Request("r", [1, 2], SamplingParams(top_k=5), seed=0, arrival_s=0.0)
+    plan = SamplingPlan.from_schedule([ScheduledSeq(request, 0, 2, True)] * count, vocab, ())
+    logits = torch.randn(count, vocab, dtype=torch.bfloat16)
+    stage(logits, replace(rows, all_greedy=False), plan)
+    assert (gpu.loads, len(gpu.launches)) == (built, launched + 2)
 
 
 MODELS = {
