@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,6 +137,62 @@ def table(frame: pd.DataFrame, columns: Mapping[str, Column]) -> str:
         for row in frame.itertuples(index=False)
     ]
     return markdown_table(list(specs), rows)
+
+
+def framed(
+    rows: Sequence[Mapping[str, Any]], settings: Sequence[str], columns: Mapping[str, Column]
+) -> pd.DataFrame:
+    """A summary: `settings`, then `columns`. Figures are floats and counts whole numbers (2, not
+    2.0) however many of them are missing; all of them may be."""
+    import pandas as pd
+
+    names = [*settings, *(name for name in columns if name not in settings)]
+    frame = pd.DataFrame(rows, columns=names)
+    figures = [name for name, column in columns.items() if column.spec]
+    frame = frame.astype(dict.fromkeys(figures, "float64"))
+    counts = [
+        name
+        for name in frame.select_dtypes("float").columns.difference(figures)
+        if frame[name].notna().any() and (frame[name].dropna() % 1 == 0).all()
+    ]
+    return frame.astype(dict.fromkeys(counts, "Int64"))
+
+
+MODE = ("enforce_eager", "compile")
+"""Settings that a row's `mode` says as well."""
+
+
+def labels(
+    frame: pd.DataFrame, columns: Mapping[str, Column], also: Sequence[str] = ()
+) -> list[str]:
+    """A text a row, by which a figure tells it from the others: its mode where there is one, tp,
+    batch, and each setting and column of `also` that differs among the rows, as a command line
+    names it."""
+    import pandas as pd
+
+    with_mode = "mode" in frame
+    settings = [n for n in frame if n not in columns and not (with_mode and n in MODE)]
+    written = frame.map(lambda value: as_written(None if pd.isna(value) else value))
+    names = [
+        name
+        for name in [*settings, *also]
+        if name in ("tp", "batch") or written[name].nunique() > 1
+    ]
+    return [
+        " ".join([
+            *([row["mode"]] if with_mode else []), *(f"{name}={row[name]}" for name in names),
+        ])
+        for row in written.to_dict("records")
+    ]  # fmt: skip
+
+
+def between(values: pd.Series, spec: str) -> str:
+    """Lowest to highest, one of them where both read alike; `-` where no value is known."""
+    known = values.dropna()
+    if known.empty:
+        return "-"
+    low, high = (format(value, spec) for value in (known.min(), known.max()))
+    return low if low == high else f"{low} to {high}"
 
 
 def _text(value: Any, spec: str) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
 from experiments.points import Point, named, points, shown
 from experiments.step_parts import PARTS, step_parts, why_not
 from harness.store import Results
@@ -52,8 +61,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: no point has the time of a step.
     """
-    import pandas as pd
-
     found = points(results)
     names, parts = shown(found), step_parts(results)
     rows = [row for point in found for row in _rows(point, parts, names)]
@@ -62,7 +69,7 @@ def summary(results: Results) -> pd.DataFrame:
             "no point has the time of a decode step; measure one by "
             "python -m harness +experiment=comm_share"
         )
-    return pd.DataFrame(rows, columns=[*names, *COLUMNS])
+    return framed(rows, names, COLUMNS)
 
 
 def _rows(point: Point, parts: pd.DataFrame, names: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -86,14 +93,17 @@ def _row(point: Point, row: dict[str, Any]) -> dict[str, Any]:
 def verdict(frame: pd.DataFrame) -> Finding:
     """The claim holds where every sum is within TOLERANCE of its step."""
     summed = frame[frame["off"].notna()]
-    shares = frame["comm_share"].dropna()
-    text = f"communication is {shares.min():.1%} to {shares.max():.1%} of a step"
+    text = f"communication is {between(frame[frame['tp'] > 1]['comm_share'], '.1%')} of a step"
+    text = text if (frame["tp"] > 1).any() else "one rank has no communication"
+    if over := int((frame["comm_share"] > 1).sum()):
+        text += f" ({over} above all of it: waiting differed between its pass and the clean one)"
     if summed.empty:
-        return Finding(None, f"{text}; no step has all its parts: {frame['reason'].iloc[0]}")
+        why = "; ".join(dict.fromkeys(frame["reason"].dropna()))
+        return Finding(None, f"{text}; no step has all its parts: {why}")
     far = summed[summed["off"].abs() > TOLERANCE]
     text += (
-        f"; the parts' sum is {summed['off'].min():+.1%} to {summed['off'].max():+.1%} from the "
-        f"step's own time, {len(summed) - len(far)} of {len(summed)} within {TOLERANCE:.0%}"
+        f"; the parts' sum is {between(summed['off'], '+.1%')} from the step's own time, "
+        f"{len(summed) - len(far)} of {len(summed)} within {TOLERANCE:.0%}"
     )
     if len(far):
         slower = (far["profiled_us"] / far["step_us"] - 1).max()
@@ -107,10 +117,6 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     from matplotlib.figure import Figure
 
     drawn = frame[frame["step_us"].notna()]
-    labels = [
-        f"{row['mode']} tp={row['tp']} batch={row['batch']} rank {row['rank']}"
-        for _, row in drawn.iterrows()
-    ]
     drawing = Figure(figsize=(9, 1.2 + 0.32 * len(drawn)), layout="constrained")
     ax = drawing.subplots()
     left, places = [0.0] * len(drawn), range(len(drawn))
@@ -119,7 +125,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
         ax.barh(places, widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     ax.axvline(100, color="black", linewidth=0.8)
-    ax.set_yticks(places, labels, fontsize=7)
+    ax.set_yticks(places, labels(drawn, COLUMNS, ("process", "rank")), fontsize=7)
     ax.invert_yaxis()
     ax.set_xlabel("% of the clean step")
     ax.legend(fontsize=7, ncols=len(PARTS), loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -6,9 +6,18 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
 from experiments.intervals import Interval, product
-from experiments.repeated import Group, groups, problem, speeds
+from experiments.repeated import ONE_TOKEN, Group, groups, problem, speeds
 from harness.cells import DEFAULT
 from harness.store import Results
 from harness.verdict import MIN_REPEATS
@@ -49,19 +58,18 @@ def summary(results: Results) -> pd.DataFrame:
     vary.
 
     Raises:
-        ExperimentError: no four points have an interaction.
+        ExperimentError: no four points have an interaction of DECIDES.
     """
-    import pandas as pd
-
     found = groups(results, AXES)
     rows = [row for group in found for row in _rows(group)]
-    if not any(row["interaction"] is not None for row in rows):
-        why = "; ".join(dict.fromkeys(str(row["reason"]) for row in rows)) or "compile is off"
+    if not any(row["metric"] == DECIDES and row["interaction"] is not None for row in rows):
+        reasons = dict.fromkeys(str(r["reason"]) for r in rows if r["interaction"] is None)
+        why = "compile is off" if not rows else "; ".join(reasons) or ONE_TOKEN
         raise ExperimentError(
             f"no point was measured in all four ways ({why}); on a GPU run "
             "python -m harness +experiment=compile_x_graph"
         )
-    return pd.DataFrame(rows, columns=[*found[0].shown, *COLUMNS])
+    return framed(rows, found[0].shown, COLUMNS)
 
 
 def _rows(group: Group) -> list[dict[str, Any]]:
@@ -123,21 +131,20 @@ def verdict(frame: pd.DataFrame) -> Finding:
         for _, r in rows.iterrows()
     ]
     text = (
-        f"of {DECIDES}, compiling alone gains {_span(rows['by_compile'])}, graphs alone "
-        f"{_span(rows['by_graph'])}, both {_span(rows['by_both'])}; the interaction is "
-        f"{_span(rows['interaction'])}, below 1 in {sum(b is True for b in below)} of {len(below)} "
-        f"cells; to graphs compiling adds {_span(rows['adds'])}"
+        f"of {DECIDES}, compiling alone gains {between(rows['by_compile'], '.2f')}, graphs alone "
+        f"{between(rows['by_graph'], '.2f')}, both {between(rows['by_both'], '.2f')}; the "
+        f"interaction is {between(rows['interaction'], '.2f')}, below 1 in "
+        f"{sum(b is True for b in below)} of {len(below)} cells; to graphs compiling adds "
+        f"{between(rows['adds'], '.2f')}"
     )
+    if None in below:
+        text += f"; of {below.count(None)} no interval tells"
     holds = False if False in below else True if below and all(below) else None
     return Finding(holds, text)
 
 
 def _nan(value: Any) -> float:
     return math.nan if value is None else float(value)
-
-
-def _span(values: pd.Series) -> str:
-    return f"{values.min():.2f} to {values.max():.2f}"
 
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
@@ -152,7 +159,8 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     top = float(rows[["by_compile", "by_graph", "by_both"]].max().max())
     for ax in axes.ravel()[len(rows) :]:
         ax.set_visible(False)
-    for ax, (_, row) in zip(axes.ravel(), rows.iterrows(), strict=False):
+    names = labels(rows, COLUMNS)
+    for ax, name, (_, row) in zip(axes.ravel(), names, rows.iterrows(), strict=False):
         square = [[1.0, row["by_graph"]], [row["by_compile"], row["by_both"]]]
         ax.imshow(square, vmin=min(1.0, *map(min, square)), vmax=top, cmap="viridis")
         for y in (0, 1):
@@ -160,11 +168,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
                 ax.text(x, y, f"{square[y][x]:.2f}", ha="center", va="center", color="white")
         ax.set_xticks([0, 1], ["launched", "graph"])
         ax.set_yticks([0, 1], [OFF, row["compiled"]])
-        model = f"{row['model']} " if "model" in row else ""
-        ax.set_title(
-            f"{model}tp={row['tp']} batch={row['batch']}\ninteraction {row['interaction']:.2f}",
-            fontsize=9,
-        )
+        ax.set_title(f"{name}\ninteraction {row['interaction']:.2f}", fontsize=9)
     drawing.savefig(path, dpi=120)
 
 

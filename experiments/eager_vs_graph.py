@@ -6,8 +6,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
-from experiments.repeated import Group, error_bars, gain, groups, judged, problem
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
+from experiments.repeated import ONE_TOKEN, Group, error_bars, gain, groups, judged, problem
 from harness.cells import DEFAULT
 from harness.engine_costs import of_points
 from harness.figures import FIGURES
@@ -30,7 +39,7 @@ COLUMNS = {
     "gain_hi": Column("upper end", ".3f"),
     "verdict": Column("of graph against eager, see docs/verdicts.md"),
     "graphs_GB": Column("device memory of the captured graphs, of the fullest rank", ".2f"),
-    "reason": Column("of the verdict, or why there is none"),
+    "reason": Column("of the verdict, A eager and B graph; or why there is none"),
 }
 
 
@@ -38,19 +47,18 @@ def summary(results: Results) -> pd.DataFrame:
     """A row a pair of points and metric, with COLUMNS after the settings that vary.
 
     Raises:
-        ExperimentError: no pair has a gain.
+        ExperimentError: no pair has a gain of DECIDES.
     """
-    import pandas as pd
-
     found, costs = groups(results, ("enforce_eager",)), of_points(results)
     rows = [row for group in found for row in _rows(group, costs)]
-    if not any(row["gain"] is not None for row in rows):
-        why = "; ".join(dict.fromkeys(str(row["reason"]) for row in rows))
+    if not any(row["metric"] == DECIDES and row["gain"] is not None for row in rows):
+        reasons = dict.fromkeys(str(row["reason"]) for row in rows if row["gain"] is None)
+        why = "; ".join(reasons) or ONE_TOKEN
         raise ExperimentError(
             f"no point was measured with and without graphs ({why}); on a GPU run "
             "python -m harness +experiment=eager_vs_graph"
         )
-    return pd.DataFrame(rows, columns=[*found[0].shown, *COLUMNS])
+    return framed(rows, found[0].shown, COLUMNS)
 
 
 def _rows(group: Group, costs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,7 +103,7 @@ def verdict(frame: pd.DataFrame) -> Finding:
     found = [_falls(own) for own in series(frame) if len(own) > 1]
     rows = frame[(frame["metric"] == DECIDES) & frame["gain"].notna()]
     text = (
-        f"graphs make {DECIDES} {rows['gain'].min():.2f} to {rows['gain'].max():.2f} times better; "
+        f"graphs make {DECIDES} {between(rows['gain'], '.2f')} times better; "
         f"{sum(f is True for f in found)} of {len(found)} series gain most at their smallest batch"
     )
     slower = rows[rows["verdict"] == str(Verdict.SLOWER)]
@@ -103,6 +111,8 @@ def verdict(frame: pd.DataFrame) -> Finding:
         text += f"; {len(slower)} cells are SLOWER"
     if not found:
         return Finding(None, f"{text}; one batch alone")
+    if None in found:
+        text += f"; of {found.count(None)} no interval tells"
     return Finding(False if False in found else True if all(found) else None, text)
 
 
@@ -118,15 +128,15 @@ def _falls(own: pd.DataFrame) -> bool | None:
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     """Gain against batch, a line a series, with its intervals."""
+    import pandas as pd
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(7, 4.5), layout="constrained")
     ax = drawing.subplots()
-    for own in series(frame):
-        first = own.iloc[0]
-        names = [n for n in ("model", "tp", "compile") if n in own and n != "metric"]
+    every = series(frame)
+    firsts = pd.concat([own.iloc[:1] for own in every]).drop(columns="batch")
+    for own, label in zip(every, labels(firsts, COLUMNS), strict=True):
         bars = error_bars(own["gain"], own["gain_lo"], own["gain_hi"])
-        label = " ".join(f"{name}={first[name]}" for name in names)
         ax.errorbar(own["batch"], own["gain"], yerr=bars, marker="o", capsize=3, label=label)
     ax.axhline(1, color="0.5", linewidth=0.8)
     ax.set_xscale("log", base=2)

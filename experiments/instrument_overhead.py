@@ -6,7 +6,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
 from experiments.points import Point, named, points, shown
 from harness.pass_plan import BACKLOG, GRAPH, HOST, PROFILER, SPAN, STEP
 from harness.store import Results
@@ -16,6 +25,8 @@ if TYPE_CHECKING:
 
 HOW = ("instrument", "timing")
 LAYERS = ("attn.o_proj", "mlp.down_proj")
+NOISE = 0.05
+"""Of a plain step: where plain passes differ by more, a cost within it says nothing."""
 FREE = ("counts", "nvtx")
 """Instruments that nothing reads while a step runs."""
 KEY = ["point_id", "pass"]
@@ -31,10 +42,19 @@ COLUMNS = {
         "median: a cost below it is none",
         ".1f",
     ),
-    "device_us": Column("the step by its own stamps or events, the rank that waits least", ".1f"),
-    "device_cost_us": Column("device_us above that of the step pass (stamps at its ends)", ".1f"),
+    "device_us": Column(
+        "the step by its own stamps or events (CPU: forward and sampling by the host's clock), the "
+        "rank that waits least",
+        ".1f",
+    ),
+    "device_cost_us": Column(
+        "device_us above that of the step pass, stamps at its ends (CPU: of the plain pass)", ".1f"
+    ),
     "device_cost": Column("of the clean step", ".1%"),
-    "cost_each_us": Column("device_cost_us (CPU: cost_us) / collectives of a step", ".2f"),
+    "cost_each_us": Column(
+        "device_cost_us / collectives of a step; cost_us where the point has no clean device_us",
+        ".2f",
+    ),
     "reads_us": Column(
         "what the method says of one all-reduce of a layer, minimum over ranks, median; spans hold "
         "the host's launch gaps",
@@ -51,8 +71,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: no pass with an instrument.
     """
-    import pandas as pd
-
     found = points(results)
     names = tuple(name for name in shown(found) if name not in HOW)
     steps, reads, counts = _steps(results), _readings(results), _collectives(results)
@@ -61,7 +79,7 @@ def summary(results: Results) -> pd.DataFrame:
         rest = {name: value for name, value in point.asked.items() if name not in HOW}
         cells.setdefault(json.dumps(rest, sort_keys=True), []).append(point)
     rows = [row for cell in cells.values() for row in _cell(cell, names, steps, reads, counts)]
-    frame = pd.DataFrame(rows, columns=[*names, *COLUMNS])
+    frame = framed(rows, names, COLUMNS)
     if not frame["cost_us"].notna().any():
         raise ExperimentError(
             "no pass with an instrument; measure them by "
@@ -181,19 +199,27 @@ def verdict(frame: pd.DataFrame) -> Finding:
 
     free = frame[frame["method"].isin(FREE) & frame["cost_us"].notna() & frame["noise_us"].notna()]
     within = (free["cost_us"] <= free["noise_us"]).astype(bool)
+    noise = free["noise_us"] / (free["host_us"] - free["cost_us"])  # of the plain step
     graphs = frame[(frame["pass"] == GRAPH) & frame["device_cost"].notna()]
     stamps, events = (
         graphs[graphs["method"] == how]["device_cost"] for how in ("stamps", "events")
     )
     text = (
-        f"{int(within.sum())} of {len(free)} costs of counts and NVTX ranges are within the noise"
+        f"{int(within.sum())} of {len(free)} costs of counts and NVTX ranges are within the noise, "
+        f"which is {between(noise, '.1%')} of a step"
+        if len(free)
+        else "counts and NVTX ranges were not measured beside another plain pass"
     )
-    parts: list[bool | None] = [bool(within.all()) if len(free) else None]
+    parts: list[bool | None] = [False if not within.all() else None]
+    if len(free) and within.all() and (noise <= NOISE).all():
+        parts = [True]
+    elif len(free) and within.all():
+        text += f": above {NOISE:.0%} it hides what is looked for"
     if len(stamps) and len(events):
         parts.append(bool(events.min() > stamps.max()))
         text += (
-            f"; in graphs stamps add {stamps.min():.1%} to {stamps.max():.1%} to a step, events "
-            f"{events.min():.1%} to {events.max():.1%}"
+            f"; in graphs stamps add {between(stamps, '.1%')} to a step, events "
+            f"{between(events, '.1%')}"
         )
     else:
         parts.append(None)
@@ -201,8 +227,7 @@ def verdict(frame: pd.DataFrame) -> Finding:
     far = frame[frame["against_cupti_us"].notna() & (frame["pass"] != SPAN)]
     far = far[far["method"] != "profiler"]
     if len(far) and not pd.isna(far["against_cupti_us"]).all():
-        low, high = far["against_cupti_us"].min(), far["against_cupti_us"].max()
-        text += f"; readings lie {low:+.1f} to {high:+.1f} us from CUPTI's"
+        text += f"; readings lie {between(far['against_cupti_us'], '+.1f')} us from CUPTI's"
     return Finding(False if False in parts else True if all(parts) else None, text)
 
 
@@ -211,16 +236,14 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     from matplotlib.figure import Figure
 
     drawn = frame[frame["cost_us"].notna() | frame["reads_us"].notna()]
-    labels = [
-        f"{row['mode']} tp={row['tp']} batch={row['batch']} {row['method']} ({row['pass']})"
-        for _, row in drawn.iterrows()
-    ]
+    methods = (f" {row['method']} ({row['pass']})" for _, row in drawn.iterrows())
+    names = [a + b for a, b in zip(labels(drawn, COLUMNS), methods, strict=True)]
     places = range(len(drawn))
     drawing = Figure(figsize=(11, 1.4 + 0.28 * len(drawn)), layout="constrained")
     costs, reads = drawing.subplots(1, 2, sharey=True)
     costs.barh(places, drawn["noise_us"].astype(float).fillna(0.0), color="0.85", label="noise")
     costs.barh(places, drawn["cost_us"].astype(float).fillna(0.0), height=0.4, label="cost")
-    costs.set_yticks(places, labels, fontsize=7)
+    costs.set_yticks(places, names, fontsize=7)
     costs.invert_yaxis()
     costs.set_xlabel("us a step, host")
     costs.legend(fontsize=7)

@@ -1,4 +1,4 @@
-"""95 % intervals of a mean, of a slope and of a product of ratios."""
+"""95 % intervals of a mean, of a difference, of a slope and of a product of ratios."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ def mean(values: np.ndarray) -> Interval:
     return Interval(centre, centre - half, centre + half)
 
 
+def difference(a: np.ndarray, b: np.ndarray) -> Interval:
+    """Mean of b less that of a, independent values that may scatter differently: Welch's, as in
+    `product`."""
+    value = float(b.mean() - a.mean())
+    if min(len(a), len(b)) < 2:
+        return Interval(value, math.nan, math.nan)
+    half = _half([(float(own.var(ddof=1)) / len(own), len(own)) for own in (a, b)])
+    return Interval(value, value - half, value + half)
+
+
+def _half(means: Sequence[tuple[float, int]]) -> float:
+    """Half the interval of a contrast of means: (variance of a mean, values in it) of each."""
+    total = sum(variance for variance, _ in means)
+    if total <= 0:
+        return 0.0
+    each = (variance**2 / (n - 1) for variance, n in means)
+    return t_quantile(LEVEL, total**2 / sum(each)) * math.sqrt(total)
+
+
 def slope(x: np.ndarray, y: np.ndarray) -> tuple[Interval, float]:
     """(slope, intercept) of the least squares line, whose points may scatter more at one x than at
     another: the slope's variance is HC3 (MacKinnon, White, Journal of Econometrics 29, 1985).
@@ -81,10 +100,5 @@ def product(factors: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> Interva
     value = sum(sign * float(own.mean()) for (sign, _), own in zip(factors, logs, strict=True))
     if min(map(len, logs)) < 2:
         return Interval(math.exp(value), math.nan, math.nan)
-    variances = [float(own.var(ddof=1)) / len(own) for own in logs]
-    total = sum(variances)
-    half = 0.0
-    if total > 0:
-        each = (v**2 / (len(own) - 1) for v, own in zip(variances, logs, strict=True))
-        half = t_quantile(LEVEL, total**2 / sum(each)) * math.sqrt(total)
+    half = _half([(float(own.var(ddof=1)) / len(own), len(own)) for own in logs])
     return Interval(math.exp(value), math.exp(value - half), math.exp(value + half))

@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Experiment, ExperimentError, Finding
+from experiments.base import Column, Experiment, ExperimentError, Finding, between, framed, labels
 from experiments.repeated import Group, gain, groups, judged, problem
 from harness.cells import DEFAULT
 from harness.config import as_written
@@ -46,7 +46,7 @@ COLUMNS = {
     "gain_lo": Column("95 % interval of the gain, Welch over engines", ".3f"),
     "gain_hi": Column("upper end", ".3f"),
     "verdict": Column("of after against before, see docs/verdicts.md"),
-    "reason": Column("of the verdict, or why there is none"),
+    "reason": Column("of the verdict, A before and B after; or why there is none"),
 }
 
 
@@ -57,8 +57,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: no pair has a gain.
     """
-    import pandas as pd
-
     found = groups(results, tuple(LEVERS))
     rows = [row for group in found for row in _rows(group)]
     if not any(row["gain"] is not None for row in rows):
@@ -67,7 +65,7 @@ def summary(results: Results) -> pd.DataFrame:
             f"no two points that differ in one lever were measured ({why}); run "
             "python -m harness +experiment=levers"
         )
-    return pd.DataFrame(rows, columns=[*found[0].shown, *COLUMNS])
+    return framed(rows, found[0].shown, COLUMNS)
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
@@ -134,9 +132,9 @@ def verdict(frame: pd.DataFrame) -> Finding:
     for (lever, before, after), own in rows.groupby(["lever", "before", "after"], sort=False):
         counts = own["verdict"].value_counts()
         said.append(
-            f"{lever} {as_written(before)} to {as_written(after)}: {own['gain'].min():.2f} to "
-            f"{own['gain'].max():.2f} times better, FASTER in {counts.get('FASTER', 0)} and SLOWER "
-            f"in {counts.get('SLOWER', 0)} of {len(own)} cells"
+            f"{lever} {as_written(before)} to {as_written(after)}: "
+            f"{between(own['gain'], '.2f')} times better, FASTER in {counts.get('FASTER', 0)} "
+            f"and SLOWER in {counts.get('SLOWER', 0)} of {len(own)} cells"
         )
         if TAKEN[str(lever)] not in (before, after):
             continue
@@ -146,6 +144,8 @@ def verdict(frame: pd.DataFrame) -> Finding:
     text = "; ".join(said)
     if beaten:
         return Finding(False, f"{beaten} cells are faster with another value; {text}")
+    if open_ones:
+        text = f"with what is taken, AMBIGUOUS cells: {open_ones}; {text}"
     return Finding(None if open_ones or not said else True, text)
 
 
@@ -156,16 +156,16 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     rows = cells(frame)
     drawing = Figure(figsize=(8, 1.5 + 0.28 * len(rows)), layout="constrained")
     ax = drawing.subplots()
-    axes = list(rows.columns[: list(rows.columns).index("lever")])
-    varying = [name for name in axes if rows[name].nunique() > 1]
     colours = {lever: f"C{i}" for i, lever in enumerate(LEVERS)}
     names = []
-    for place, (_, row) in enumerate(rows.iterrows()):
+    for place, (told, row) in enumerate(
+        zip(labels(rows, COLUMNS, ("beside",)), rows.to_dict("records"), strict=True)
+    ):
         low, high = row["gain"] - row["gain_lo"], row["gain_hi"] - row["gain"]
-        bars = None if row[["gain_lo", "gain_hi"]].isna().any() else [[low], [high]]
+        bars = None if low != low or high != high else [[low], [high]]
         ax.errorbar(row["gain"], place, xerr=bars, fmt="o", capsize=3, color=colours[row["lever"]])
         change = f"{row['lever']} {as_written(row['before'])} to {as_written(row['after'])}"
-        names.append(" ".join([change, *(f"{n}={as_written(row[n])}" for n in varying)]))
+        names.append(f"{change} {told}")
     ax.axvline(1, color="0.5", linewidth=0.8)
     ax.set_yticks(range(len(names)), names, fontsize=7)
     ax.invert_yaxis()

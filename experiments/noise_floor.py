@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
 from harness.cells import DEFAULT, by_settings, shown_of
 from harness.figures import FIGURES
 from harness.repeats import METRICS, repeats
@@ -32,7 +41,8 @@ COLUMNS = {
     "within": Column("relative standard deviation of the repeats of one engine", ".2%"),
     "between": Column(
         "relative standard deviation that engines add to it, by one-way random-effects ANOVA; 0 "
-        "where they differ no more than their repeats explain",
+        "where they differ no more than their repeats explain; with one repeat an engine all of "
+        "their difference",
         ".2%",
     ),
     "icc": Column("intraclass correlation: the engines' share of a repeat's variance", ".2f"),
@@ -45,7 +55,7 @@ COLUMNS = {
     "six_runs": Column("largest / smallest - 1 of the first repeats of six engines", ".1%"),
     "ratio": Column("A' / A, where A are engines 0, 3, 4, 7, 8, ..., A' the others", ".3f"),
     "verdict": Column("of A' against A"),
-    "reason": Column("of the verdict, or why there is none"),
+    "reason": Column("of the verdict, B being A'; or why there is none"),
 }  # fmt: skip
 
 
@@ -55,8 +65,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: no point has as many engines and repeats as an answer needs.
     """
-    import pandas as pd
-
     frame = repeats(results)
     (points,) = by_settings(frame)
     shown = shown_of([asked for asked, _ in points.values()])
@@ -71,7 +79,7 @@ def summary(results: Results) -> pd.DataFrame:
             f"({'; '.join(dict.fromkeys(row['reason'] for row in rows))}); measure one by "
             "python -m harness +experiment=noise_floor"
         )
-    return pd.DataFrame(rows, columns=[*shown, *COLUMNS])
+    return framed(rows, shown, COLUMNS)
 
 
 def _rows(point: pd.DataFrame) -> list[dict[str, Any]]:
@@ -150,12 +158,13 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     (points,) = by_settings(repeats(results))
     drawing = Figure(figsize=(4.5 * len(DEFAULT), 1 + 2.2 * len(points)), layout="constrained")
     axes = drawing.subplots(len(points), len(DEFAULT), squeeze=False, sharex=True)
-    for line, (asked, point) in zip(axes, points.values(), strict=True):
+    cells = frame.drop_duplicates([name for name in frame if name not in COLUMNS])
+    for line, name, (_, point) in zip(axes, labels(cells, COLUMNS), points.values(), strict=True):
         of_metric = {row["metric"]: row for row in _rows(point)}
         for ax, metric in zip(line, DEFAULT, strict=True):
             if metric in of_metric:
                 _strip(ax, values(point, metric), of_metric[metric])
-                ax.set_title(f"{metric}, tp={asked['tp']} batch={asked['batch']}", fontsize=9)
+                ax.set_title(f"{metric}, {name}", fontsize=9)
             else:
                 ax.set_visible(False)
     for ax in axes[-1]:
@@ -181,9 +190,11 @@ def verdict(frame: pd.DataFrame) -> Finding:
     same = int(counts.get(str(Verdict.SAME), 0))
     text = (
         f"{same} of {len(judged)} A/A comparisons are SAME, {alarms} false alarms; two fresh "
-        f"engines differ by up to {judged['floor'].min():.1%} to {judged['floor'].max():.1%}, "
+        f"engines differ by up to {between(judged['floor'], '.1%')}, "
         "depending on point and figure"
     )
+    if (left := len(judged) - same - alarms) > 0:
+        text += f"; {left} are AMBIGUOUS"
     return Finding(False if alarms else True if same == len(judged) else None, text)
 
 

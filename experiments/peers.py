@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding, framed
 from experiments.repeated import Group, error_bars, gain, groups, judged, problem
 from harness.config import CHOICES
 from harness.engine_costs import of_points
@@ -46,8 +46,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: in no cell is native beside another engine.
     """
-    import pandas as pd
-
     found, costs = groups(results, AXES), of_points(results)
     rows = [row for group in found for row in _rows(group, costs)]
     if not any(row[f"{peer}_verdict"] is not None for row in rows for peer in PEERS):
@@ -57,7 +55,7 @@ def summary(results: Results) -> pd.DataFrame:
             f"no cell has native and another engine ({why}); run "
             "python -m harness +experiment=peers"
         )
-    return pd.DataFrame(rows, columns=[*found[0].shown, *COLUMNS])
+    return framed(rows, found[0].shown, COLUMNS)
 
 
 def fastest(group: Group, backend: str) -> tuple[str, pd.DataFrame | None, str | None]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+ONE_TOKEN = "no tpot: requests of one token have none"
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Points that differ in the axes alone.
@@ -43,7 +46,8 @@ def groups(results: Results, axes: Sequence[str]) -> list[Group]:
     for asked, rows in cells.values():
         rest = {name: value for name, value in asked.items() if name not in axes}
         group = found.setdefault(json.dumps(rest, sort_keys=True), Group(rest, (), {}))
-        group.points[tuple(asked[axis] for axis in axes)] = rows
+        # A run from before there was such a setting does not hold it.
+        group.points[tuple(asked.get(axis) for axis in axes)] = rows
     shown = shown_of([group.asked for group in found.values()])
     names = tuple(name for name in shown if name not in axes)
     return [replace(group, shown=names) for group in found.values()]
@@ -76,8 +80,11 @@ def judged(a: pd.DataFrame, b: pd.DataFrame, metric: str) -> Judgement:
 
 
 def gain(found: Judgement, metric: str) -> dict[str, float | None]:
-    """How many times better B is, with its 95 % interval: gain, gain_lo, gain_hi."""
+    """How many times better B is, with its 95 % interval over engines: gain, gain_lo, gain_hi. One
+    engine on a side gives none: how far its repeats differ is not how far engines do."""
     ratio, lo, hi = found.ratio, found.ratio_lo, found.ratio_hi
+    if any(side is not None and side.n_process == 1 for side in (found.a, found.b)):
+        lo = hi = None
     if METRICS[metric].better == "lower":
         ratio, lo, hi = (None if v is None else 1 / v for v in (ratio, hi, lo))
     return {"gain": ratio, "gain_lo": lo, "gain_hi": hi}

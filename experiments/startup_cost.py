@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
+from experiments.intervals import product
 from experiments.noise_floor import values
 from experiments.repeated import Group, groups, problem
 from harness.engine_costs import cache_state
@@ -20,6 +30,10 @@ AXES = ("compile", "enforce_eager")
 BASE = ("off", True)
 PHASES = ("spawn", "load", "compile", "capture", "warmup")
 NO_CACHE = "-"
+NO_START = "its start-up was not recorded"
+SLOWER = "it saves no time per token"
+Rates = list[tuple[float, ...]]
+"""Output tok/s of each engine's repeats."""
 COLUMNS = {
     "compile": Column("off, layer or model"),
     "enforce_eager": Column("no CUDA graphs"),
@@ -28,18 +42,21 @@ COLUMNS = {
     ),
     "engines": Column("fresh engines that found it so; times are their medians"),
     "start_s": Column("process start to ready", ".2f"),
-    "spawn_s": Column("of it processes, imports, connections", ".2f"),
+    "spawn_s": Column("of it processes, imports, connections: what no other phase claims", ".2f"),
     "load_s": Column("weights", ".2f"),
     "compile_s": Column("tracing and compiling, or reading the cache", ".2f"),
     "capture_s": Column("CUDA graphs", ".2f"),
-    "warmup_s": Column("the rest until ready", ".2f"),
+    "warmup_s": Column("first steps; those of compiled code are in compile_s", ".2f"),
     "buckets": Column("batch sizes that have a graph"),
     "graphs_GB": Column("device memory that capturing them took", ".2f"),
     "output_tok_s": Column("median over engines, once it is ready", ".4g"),
+    "gain": Column("output_tok_s against eager, not compiled", ".3f"),
+    "gain_lo": Column("95 % interval of it, Welch over engines", ".3f"),
+    "gain_hi": Column("upper end", ".3f"),
     "extra_s": Column("start_s above that of eager, not compiled", ".2f"),
     "break_even_tokens": Column(
         "extra_s / time saved per output token against eager, not compiled; below 0 where it "
-        "starts no later",
+        "starts no later; none where the gain's interval reaches 1 or there is none",
         ",.0f",
     ),
     "reason": Column("why there is no break-even"),
@@ -52,8 +69,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: no engine's start-up is known.
     """
-    import pandas as pd
-
     found, starts = groups(results, AXES), startups(results)
     rows = [row for group in found for row in _rows(group, starts)]
     if not any(row["start_s"] is not None for row in rows):
@@ -61,7 +76,7 @@ def summary(results: Results) -> pd.DataFrame:
         raise ExperimentError(
             f"no engine's start-up is known ({why}); run python -m harness +experiment=startup_cost"
         )
-    return pd.DataFrame(rows, columns=[*found[0].shown, *COLUMNS])
+    return framed(rows, found[0].shown, COLUMNS)
 
 
 def startups(results: Results) -> pd.DataFrame:
@@ -96,7 +111,10 @@ def _rows(group: Group, starts: pd.DataFrame) -> list[dict[str, Any]]:
     standard = None
     if base is not None and why is None:
         own = starts[starts["point_id"] == base["point_id"].iloc[0]]
-        standard = float(own["start_s"].median()), _rate(base)
+        if own.empty:
+            why = NO_START
+        else:
+            standard = float(own["start_s"].median()), values(base, "output_tok_s")
     rows = []
     for (how, eager), point in group.points.items():
         head = group.head() | dict.fromkeys(COLUMNS)
@@ -105,11 +123,14 @@ def _rows(group: Group, starts: pd.DataFrame) -> list[dict[str, Any]]:
             rows.append(head | {"reason": wrong})
             continue
         own = starts[starts["point_id"] == point["point_id"].iloc[0]]
+        if own.empty:
+            rows.append(head | {"reason": NO_START})
         for state, engines in own.groupby("compiled_code", sort=False):
             row = head | {"compiled_code": state, "engines": len(engines)} | _times(engines)
-            row["output_tok_s"] = _rate(point)
+            rates = values(point, "output_tok_s")
+            row["output_tok_s"] = _rate(rates)
             if (how, eager) != BASE:
-                row |= _break_even(row, standard, why)
+                row |= _break_even(row, rates, standard, why)
             rows.append(row)
     return rows
 
@@ -120,38 +141,47 @@ def _times(engines: pd.DataFrame) -> dict[str, Any]:
     return medians | {"buckets": int(engines["buckets"].max())}
 
 
-def _rate(point: pd.DataFrame) -> float:
-    return float(np.median([np.median(e) for e in values(point, "output_tok_s")]))
+def _rate(engines: Rates) -> float:
+    return float(np.median([np.median(engine) for engine in engines]))
 
 
 def _break_even(
-    row: dict[str, Any], standard: tuple[float, float] | None, why: str | None
+    row: dict[str, Any], rates: Rates, standard: tuple[float, Rates] | None, why: str | None
 ) -> dict[str, Any]:
     """Extra start-up / time saved per token, against `standard`: (start-up s, output tok/s)."""
     if standard is None:
         return {"reason": f"eager, not compiled: {why}"}
-    extra = row["start_s"] - standard[0]
-    saved = 1 / standard[1] - 1 / row["output_tok_s"]
-    if saved <= 0:
-        return {"extra_s": extra, "reason": "it saves no time per token"}
-    return {"extra_s": extra, "break_even_tokens": extra / saved}
+    start_s, base = standard
+    gain = product([(1, rates), (-1, base)])
+    found: dict[str, Any] = {"gain": gain.value, "extra_s": row["start_s"] - start_s}
+    if not gain.known:
+        return found | {"reason": "one engine: no interval of its gain (measure.n_process=5)"}
+    found |= {"gain_lo": gain.lo, "gain_hi": gain.hi}
+    if gain.hi < 1:
+        return found | {"reason": SLOWER}
+    if gain.lo <= 1:
+        return found | {"reason": "its gain's interval reaches 1"}
+    saved = 1 / _rate(base) - 1 / row["output_tok_s"]
+    return found | {"break_even_tokens": found["extra_s"] / saved}
 
 
 def verdict(frame: pd.DataFrame) -> Finding:
-    """Every mode that starts later than eager must save time per token."""
+    """Every mode that starts later than eager must save time per token, by its gain's interval."""
     rows = frame[frame["extra_s"].notna()]
     later = rows[rows["extra_s"] > 0]
     if later.empty:
         return Finding(None, "no mode starts later than eager, not compiled")
     earned = later[later["break_even_tokens"].notna()]
     text = (
-        f"compiling and graphs start {later['extra_s'].min():.1f} to {later['extra_s'].max():.1f} "
-        f"s later than eager; {len(earned)} of {len(later)} rows earn it back"
+        f"compiling and graphs start {between(later['extra_s'], '.1f')} s later than eager; "
+        f"{len(earned)} of {len(later)} rows earn it back"
     )
     if len(earned):
-        low, high = earned["break_even_tokens"].min(), earned["break_even_tokens"].max()
-        text += f", after {low:,.0f} to {high:,.0f} output tokens"
-    return Finding(len(earned) == len(later), text)
+        text += f", after {between(earned['break_even_tokens'], ',.0f')} output tokens"
+    lost, left = int((later["reason"] == SLOWER).sum()), len(later) - len(earned)
+    if left > lost:
+        text += f"; of {left - lost} no interval tells whether they do"
+    return Finding(False if lost else None if left else True, text)
 
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
@@ -167,16 +197,12 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
         ax.barh(places, widths, left=left, label=phase)
         left = left + widths
     for place, (end, tokens) in enumerate(zip(left, drawn["break_even_tokens"], strict=True)):
-        if tokens is not None and tokens == tokens:
+        if tokens is not None and tokens > 0:
             ax.text(end, place, f" {tokens:,.0f} tokens", va="center", fontsize=7)
-    names = [n for n in ("model", "tp", "batch", "compile") if n in drawn]
-    labels = [
-        " ".join([*(f"{n}={row[n]}" for n in names), "eager" if row["enforce_eager"] else "graphs"])
-        + f" {row['compiled_code']}"
-        for _, row in drawn.iterrows()
-    ]
-    ax.set_yticks(places, labels, fontsize=7)
+    names = labels(drawn, COLUMNS, ("compile", "enforce_eager", "compiled_code"))
+    ax.set_yticks(places, names, fontsize=7)
     ax.invert_yaxis()
+    ax.margins(x=0.15)  # room for the tokens behind the longest bar
     ax.set_xlabel("s from process start to ready; behind it the tokens after which it is earned")
     ax.legend(fontsize=8)
     drawing.savefig(path, dpi=120)

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding
+from experiments.base import (
+    Column,
+    Elsewhere,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+)
 from experiments.greedy import Answers, kept, of_engine, of_transformers, prompts
 from experiments.points import Point, named, points, shown
 from harness.fingerprint import digest
@@ -84,8 +93,6 @@ def summary(results: Results) -> pd.DataFrame:
     Raises:
         ExperimentError: random weights, or no point that ran.
     """
-    import pandas as pd
-
     found = points(results)
     usable = [point for point in found if point.failure is None]
     if not usable:
@@ -113,7 +120,7 @@ def summary(results: Results) -> pd.DataFrame:
         if base is not point:
             own = difference(answers, _answers(results, asked[base.point_id]))
             rows.append(head | {"against": _name(base)} | own.row())
-    return pd.DataFrame(rows, columns=[*names, *COLUMNS])
+    return framed(rows, names, COLUMNS)
 
 
 def _requested(results: Results) -> dict[str, dict[str, Any]]:
@@ -173,9 +180,8 @@ def verdict(frame: pd.DataFrame) -> Finding:
     known = diverged[diverged["dlogprob"].notna()]
     near = known["tie"] <= TIES * known["dlogprob"]
     text = (
-        f"{own['identical'].min():.2%} to {own['identical'].max():.2%} of tokens come before a "
-        f"difference from transformers in float32; log-probabilities differ by up to "
-        f"{own['dlogprob'].max():.1e}; "
+        f"{between(own['identical'], '.2%')} of tokens come before a difference from transformers "
+        f"in float32; log-probabilities differ by {between(own['dlogprob'], '.1e')} at most; "
         + (
             f"{int(near.sum())} of {len(diverged)} points that differ do so at near ties only"
             if len(diverged)
@@ -198,17 +204,16 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
 
     drawing = Figure(figsize=(8, 4.5), layout="constrained")
     ax = drawing.subplots()
-    asked = _requested(results)
-    for point in points(results):
-        if point.failure is not None:
-            continue
+    asked, ran = _requested(results), [p for p in points(results) if p.failure is None]
+    names = labels(frame[frame["against"] == REFERENCE], COLUMNS)
+    for point, name in zip(ran, names, strict=True):
         cfg = asked[point.point_id]
         found = difference(_answers(results, cfg), _reference(results, cfg))
         left = [
             sum(place >= after for place in found.places) / len(found.places)
             for after in range(found.tokens + 1)
         ]
-        ax.step(range(found.tokens + 1), left, where="post", label=_name(point))
+        ax.step(range(found.tokens + 1), left, where="post", label=name)
     ax.set_ylim(-0.03, 1.03)
     ax.set_xlabel("tokens")
     ax.set_ylabel("requests still identical")

@@ -17,14 +17,14 @@ SHORT = {"model.name": "model", "workload.kind": "workload", "measure.name": "me
 
 def settings(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Every setting of a configuration (a plain dict) that says what is measured, by its name.
-    A list is one text."""
+    A list is one text, an empty one "none"."""
     flat: dict[str, Any] = {}
     for name, value in cfg.items():
         if isinstance(value, dict):
             flat |= {f"{name}.{key}": inner for key, inner in value.items()}
         elif name not in OF_THE_RUN:
             flat[name] = value
-    flat |= {n: ",".join(map(str, v)) for n, v in flat.items() if isinstance(v, list)}
+    flat |= {n: ",".join(map(str, v)) or "none" for n, v in flat.items() if isinstance(v, list)}
     return {SHORT.get(name, name): value for name, value in flat.items()}
 
 

@@ -81,7 +81,7 @@ class Reporter:
         self._clock = clock
         self._since = clock()
         asked = [settings(point.cfg) for point in plan.points]
-        self._varying = varying(asked)
+        self._varying = varying(asked) or ["tp", "batch"]
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 

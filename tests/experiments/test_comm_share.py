@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from experiments.base import ExperimentError, report
@@ -105,18 +106,30 @@ def test_the_claim_is_about_every_sum(tmp_path: Path, step_us: float, holds: boo
     found = EXPERIMENT.verdict(summary(load(tmp_path / "run")))
     assert found.holds is holds
     if not holds:
-        assert "+3.3% to +3.3% from the step's own time, 0 of 1 within 3%" in found.text
+        assert "the parts' sum is +3.3% from the step's own time, 0 of 1 within 3%" in found.text
         assert "ran graph, whose steps last up to +119.8% under CUPTI" in found.text
 
 
 def test_a_cpu_has_shares_and_no_sum(tmp_path: Path) -> None:
     first, _ = rows_of(tmp_path, tables("eager", device="cpu", step_us=200.0), device="cpu")
-    assert first["reason"] == "a CPU has no kernels to time" and first["sum_us"] is None
+    assert first["reason"] == "a CPU has no kernels to time" and pd.isna(first["sum_us"])
     assert (first["transfer_us"], first["wait_us"]) == (40.0, 10.0)
     assert first["comm_share"] == pytest.approx(56 / 200)
     text = report(EXPERIMENT, tmp_path / "run", tmp_path / "out")
     assert "**The claim is undecided**" in text and "no step has all its parts: a CPU has" in text
     assert (tmp_path / "out" / "comm_share.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_one_ranks_share_of_none_is_no_part_of_the_range(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run, tables(), device="cuda")
+    frame = summary(load(run))
+    alone = frame.iloc[:1].assign(tp=1, comm_share=0.0)
+    both = EXPERIMENT.verdict(pd.concat([frame, alone], ignore_index=True)).text
+    assert both.startswith("communication is ") and "0.0%" not in both.split(";")[0]
+    over = EXPERIMENT.verdict(frame.assign(comm_share=[0.5, 1.2])).text
+    assert over.startswith("communication is 50.0% to 120.0% of a step (1 above all of it: waiting")
+    assert EXPERIMENT.verdict(alone).text.startswith("one rank has no communication")
 
 
 def test_points_that_cannot_answer_say_why(tmp_path: Path) -> None:

@@ -107,6 +107,24 @@ def test_the_claim(tmp_path: Path, nvtx_us: float, events_us: float, holds: bool
     assert found.holds is holds, found.text
 
 
+def test_noise_above_a_twentieth_of_a_step_hides_what_instruments_cost(tmp_path: Path) -> None:
+    """Plain steps of 1,000 and 1,080 us: nvtx at 1,160 is above even that, counts at 1,079 not."""
+    run = tmp_path / "run"
+    made = [([], 1000.0, None), (["counts"], 1080.0, 1079.0)]
+    for index, (instrument, plain, host) in enumerate(made):
+        passes: dict[str, Pass] = {"plain": (plain, None, None)}
+        passes |= {"host": (host, None, None)} if host else {}
+        write(run, tables(passes), index=index, instrument=instrument, device="cuda")
+    found = EXPERIMENT.verdict(summary(load(run)))
+    assert found.holds is None and found.text.startswith(
+        "1 of 1 costs of counts and NVTX ranges are within the noise, which is 7.4% of a step: "
+        "above 5% it hides"
+    )
+    passes = {"plain": (1000.0, None, None), "host": (1160.0, None, None)}
+    write(run, tables(passes), index=2, instrument=["nvtx"], device="cuda")
+    assert EXPERIMENT.verdict(summary(load(run))).holds is False
+
+
 def test_launched_steps_are_charged_by_the_pass_without_spins(tmp_path: Path) -> None:
     passes: dict[str, Pass] = {
         "plain": (9000.0, None, None), "step": (9010.0, 8800.0, None),
@@ -140,9 +158,9 @@ def test_the_report_compares_with_others(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     text = report(EXPERIMENT, tmp_path / "run", tmp_path / "out")
     assert (
-        "**The claim holds**: 2 of 2 costs of counts and NVTX ranges are within the noise; in "
-        "graphs stamps add 6.0% to 6.0% to a step, events 107.0% to 107.0%; readings lie +2.0 to "
-        "+43.7 us from CUPTI's." in text
+        "**The claim holds**: 2 of 2 costs of counts and NVTX ranges are within the noise, "
+        "which is 0.9% of a step; in graphs stamps add 6.0% to a step, events 107.0%; readings lie "
+        "+2.0 to +43.7 us from CUPTI's." in text
     )
     assert "(DeepSpeed#5697)" in text
     assert (tmp_path / "out" / "instrument_overhead.png").read_bytes()[:4] == b"\x89PNG"

@@ -14,7 +14,7 @@ import scipy.stats
 from experiments.__main__ import main
 from experiments.base import ExperimentError
 from experiments.intervals import Interval, mean, slope
-from experiments.rank_skew import EXPERIMENT, by_step, summary
+from experiments.rank_skew import EXPERIMENT, by_step, holds, summary
 from harness.__main__ import main as harness
 from harness.store import load
 from tests.support.made_tables import COLLECTIVE, FIGURE, STEP, write
@@ -106,6 +106,28 @@ def test_the_minimum_over_ranks_makes_waiting_of_jitter_and_the_lead_does_not(
     write(tmp_path / "lead", tables(leads=(3.0, 3.1)), tp=2)
     found = EXPERIMENT.verdict(summary(load(tmp_path / "lead")))
     assert found.holds is False and found.text.endswith("missed by graph tp=2 batch=2: zero")
+
+
+def test_intervals_that_are_too_wide_decide_nothing(tmp_path: Path) -> None:
+    """Leads of +4 and -4 us round a transfer of 10 meet 0, as they would meet 2; transfers that are
+    2 us more and 2 us less by turns say no more of its 10 %."""
+    made = tables(leads=(4.0, -4.0))
+    for row in made["collectives"]:
+        turn, delay = divmod(row["step"], len(DELAYS))
+        if delay and row["pass"] == "skew":
+            row["transfer_us"] += 2.0 if turn % 2 else -2.0
+    write(tmp_path / "run", made, tp=2)
+    frame = summary(load(tmp_path / "run"))
+    row = cell(frame, "layers")
+    still, moved = np.array([10.0, 6.0] * 3), np.array([8.0, 12.0] * 3)
+    us = scipy.stats.ttest_ind(moved, still, equal_var=False).confidence_interval(0.95)
+    off = row["transfer_off"], row["transfer_off_lo"], row["transfer_off_hi"]
+    assert off == pytest.approx((0.25, us.low / 8, us.high / 8))
+    assert holds(row) == {"slope": True, "transfer": None, "zero": None}
+    found = EXPERIMENT.verdict(frame)
+    assert found.holds is None and found.text.endswith(
+        "intervals too wide to tell: graph tp=2 batch=2: transfer; graph tp=2 batch=2: zero"
+    )
 
 
 def test_points_that_cannot_answer_say_why(tmp_path: Path) -> None:
