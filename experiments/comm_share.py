@@ -14,6 +14,7 @@ from experiments.base import (
     between,
     framed,
     labels,
+    lines,
 )
 from experiments.points import Point, named, points, shown
 from experiments.step_parts import PARTS, step_parts, why_not
@@ -114,21 +115,16 @@ def verdict(frame: pd.DataFrame) -> Finding:
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     """A stacked bar a row, and a line where the step's own time is."""
-    from matplotlib.figure import Figure
-
     drawn = frame[frame["step_us"].notna()]
-    drawing = Figure(figsize=(9, 1.2 + 0.32 * len(drawn)), layout="constrained")
-    ax = drawing.subplots()
+    drawing, (ax,) = lines(labels(drawn, COLUMNS, ("process", "rank")))
     left, places = [0.0] * len(drawn), range(len(drawn))
     for name in PARTS:
         widths = (drawn[name].astype(float).fillna(0.0) / drawn["step_us"] * 100).to_list()
         ax.barh(places, widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     ax.axvline(100, color="black", linewidth=0.8)
-    ax.set_yticks(places, labels(drawn, COLUMNS, ("process", "rank")), fontsize=7)
-    ax.invert_yaxis()
     ax.set_xlabel("% of the clean step")
-    ax.legend(fontsize=7, ncols=len(PARTS), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    ax.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     drawing.savefig(path, dpi=120)
 
 

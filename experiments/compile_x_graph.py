@@ -160,12 +160,14 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     for ax in axes.ravel()[len(rows) :]:
         ax.set_visible(False)
     names = labels(rows, COLUMNS)
+    darkest = min(1.0, float(rows[["by_compile", "by_graph", "by_both"]].min().min()))
     for ax, name, (_, row) in zip(axes.ravel(), names, rows.iterrows(), strict=False):
         square = [[1.0, row["by_graph"]], [row["by_compile"], row["by_both"]]]
-        ax.imshow(square, vmin=min(1.0, *map(min, square)), vmax=top, cmap="viridis")
+        ax.imshow(square, vmin=darkest, vmax=top, cmap="viridis")
         for y in (0, 1):
             for x in (0, 1):
-                ax.text(x, y, f"{square[y][x]:.2f}", ha="center", va="center", color="white")
+                color = "white" if square[y][x] < (darkest + top) / 2 else "black"
+                ax.text(x, y, f"{square[y][x]:.2f}", ha="center", va="center", color=color)
         ax.set_xticks([0, 1], ["launched", "graph"])
         ax.set_yticks([0, 1], [OFF, row["compiled"]])
         ax.set_title(f"{name}\ninteraction {row['interaction']:.2f}", fontsize=9)

@@ -140,6 +140,8 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
         ax.errorbar(own["batch"], own["gain"], yerr=bars, marker="o", capsize=3, label=label)
     ax.axhline(1, color="0.5", linewidth=0.8)
     ax.set_xscale("log", base=2)
+    batches = sorted({batch for own in every for batch in own["batch"]})
+    ax.set_xticks(batches, map(str, batches))
     ax.set_xlabel("batch")
     ax.set_ylabel(f"times better with graphs ({DECIDES})")
     ax.legend(fontsize=8)

@@ -15,6 +15,7 @@ from experiments.base import (
     between,
     framed,
     labels,
+    lines,
 )
 from experiments.points import Point, named, points, shown
 from harness.pass_plan import BACKLOG, GRAPH, HOST, PROFILER, SPAN, STEP
@@ -233,18 +234,13 @@ def verdict(frame: pd.DataFrame) -> Finding:
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     """Left the cost of a step with the noise as a band, right what each method reads."""
-    from matplotlib.figure import Figure
-
     drawn = frame[frame["cost_us"].notna() | frame["reads_us"].notna()]
     methods = (f" {row['method']} ({row['pass']})" for _, row in drawn.iterrows())
     names = [a + b for a, b in zip(labels(drawn, COLUMNS), methods, strict=True)]
     places = range(len(drawn))
-    drawing = Figure(figsize=(11, 1.4 + 0.28 * len(drawn)), layout="constrained")
-    costs, reads = drawing.subplots(1, 2, sharey=True)
+    drawing, (costs, reads) = lines(names, panels=2)
     costs.barh(places, drawn["noise_us"].astype(float).fillna(0.0), color="0.85", label="noise")
     costs.barh(places, drawn["cost_us"].astype(float).fillna(0.0), height=0.4, label="cost")
-    costs.set_yticks(places, names, fontsize=7)
-    costs.invert_yaxis()
     costs.set_xlabel("us a step, host")
     costs.legend(fontsize=7)
     reads.barh(places, drawn["reads_us"].astype(float).fillna(0.0), height=0.4)

@@ -7,7 +7,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.base import Column, Experiment, ExperimentError, Finding, between, framed, labels
+from experiments.base import (
+    Column,
+    Experiment,
+    ExperimentError,
+    Finding,
+    between,
+    framed,
+    labels,
+    lines,
+)
 from experiments.repeated import Group, gain, groups, judged, problem
 from harness.cells import DEFAULT
 from harness.config import as_written
@@ -151,24 +160,21 @@ def verdict(frame: pd.DataFrame) -> Finding:
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     """Gains of DECIDES with their intervals, a line a cell, levers apart by colour."""
-    from matplotlib.figure import Figure
-
     rows = cells(frame)
-    drawing = Figure(figsize=(8, 1.5 + 0.28 * len(rows)), layout="constrained")
-    ax = drawing.subplots()
     colours = {lever: f"C{i}" for i, lever in enumerate(LEVERS)}
-    names = []
-    for place, (told, row) in enumerate(
-        zip(labels(rows, COLUMNS, ("beside",)), rows.to_dict("records"), strict=True)
-    ):
+    drawing, (ax,) = lines(
+        [
+            f"{row['lever']} {as_written(row['before'])} to {as_written(row['after'])} {told}"
+            for told, row in zip(
+                labels(rows, COLUMNS, ("beside",)), rows.to_dict("records"), strict=True
+            )
+        ]
+    )
+    for place, row in enumerate(rows.to_dict("records")):
         low, high = row["gain"] - row["gain_lo"], row["gain_hi"] - row["gain"]
         bars = None if low != low or high != high else [[low], [high]]
         ax.errorbar(row["gain"], place, xerr=bars, fmt="o", capsize=3, color=colours[row["lever"]])
-        change = f"{row['lever']} {as_written(row['before'])} to {as_written(row['after'])}"
-        names.append(f"{change} {told}")
     ax.axvline(1, color="0.5", linewidth=0.8)
-    ax.set_yticks(range(len(names)), names, fontsize=7)
-    ax.invert_yaxis()
     ax.set_xlabel(f"times better ({' or '.join(rows['metric'].unique())})")
     drawing.savefig(path, dpi=120)
 

@@ -49,7 +49,7 @@ COLUMNS = {
     "detect_within": Column("smallest detectable difference of two repeats in one engine", ".1%"),
     "floor": Column(
         "smallest detectable difference of two fresh engines, each with the median of its repeats: "
-        "the floor of a verdict",
+        "the floor of a verdict; that of A' against A knows each half by itself",
         ".1%",
     ),
     "six_runs": Column("largest / smallest - 1 of the first repeats of six engines", ".1%"),

@@ -16,6 +16,7 @@ from experiments.base import (
     between,
     framed,
     labels,
+    lines,
 )
 from experiments.intervals import product
 from experiments.noise_floor import values
@@ -186,11 +187,8 @@ def verdict(frame: pd.DataFrame) -> Finding:
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     """A stacked bar a row, with its break-even."""
-    from matplotlib.figure import Figure
-
     drawn = frame[frame["start_s"].notna()]
-    drawing = Figure(figsize=(9, 1.2 + 0.35 * len(drawn)), layout="constrained")
-    ax = drawing.subplots()
+    drawing, (ax,) = lines(labels(drawn, COLUMNS, ("compile", "enforce_eager", "compiled_code")))
     left, places = np.zeros(len(drawn)), range(len(drawn))
     for phase in PHASES:
         widths = drawn[f"{phase}_s"].astype(float).fillna(0.0).to_numpy()
@@ -199,12 +197,9 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     for place, (end, tokens) in enumerate(zip(left, drawn["break_even_tokens"], strict=True)):
         if tokens is not None and tokens > 0:
             ax.text(end, place, f" {tokens:,.0f} tokens", va="center", fontsize=7)
-    names = labels(drawn, COLUMNS, ("compile", "enforce_eager", "compiled_code"))
-    ax.set_yticks(places, names, fontsize=7)
-    ax.invert_yaxis()
-    ax.margins(x=0.15)  # room for the tokens behind the longest bar
-    ax.set_xlabel("s from process start to ready; behind it the tokens after which it is earned")
-    ax.legend(fontsize=8)
+    ax.margins(x=0.2)  # room for the tokens behind the longest bar
+    ax.set_xlabel("s from process start to ready; then the tokens that earn it")
+    ax.legend(fontsize=7, ncols=len(PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     drawing.savefig(path, dpi=120)
 
 

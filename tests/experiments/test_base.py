@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from experiments.base import Column, between, framed, labels, table
+from experiments.base import Column, between, framed, labels, lines, table
 
 COLUMNS = {
     "mode": Column("how"),
@@ -58,3 +58,16 @@ def test_a_range_of_one_value_is_said_once() -> None:
     assert between(pd.Series([1.0, None, 3.0]), ".1f") == "1.0 to 3.0"
     assert between(pd.Series([1.01, 0.99]), ".1f") == "1.0"
     assert between(pd.Series([None, None], dtype=float), ".1f") == "-"
+
+
+def test_bars_keep_their_place_beside_long_names() -> None:
+    """In 9 inches a model, two lengths and a mode left the bars 2 of them, and the axis was cut."""
+    name = "graph+compiled-model tp=2 batch=256 model=qwen3-0.6b workload.prompt_tokens=2048 rank=1"
+    drawing, (ax,) = lines([name] * 40)
+    ax.barh(range(40), [100.0] * 40)
+    drawing.draw_without_rendering()
+    inches = ax.get_position().width * drawing.get_figwidth()
+    assert 4 < inches < 7, inches
+    assert [text.get_text() for text in ax.get_yticklabels()] == [name] * 40
+    first, last = ax.get_ylim()[1], ax.get_ylim()[0]
+    assert (first, last) == (-0.6, 39.6), "the first on top"
