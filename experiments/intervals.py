@@ -1,4 +1,4 @@
-"""95 % intervals of a mean, of a difference, of a slope and of a product of ratios."""
+"""95 % intervals of a mean, a difference, a slope and a product of ratios."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from harness.pass_plan import PROFILER
 from harness.records import PHASES, ProfileRecord
 from harness.window import DECODE
 
-_NO_BIAS = "not measured: it needs a calibration at zero delay"
+_NO_BIAS = "no run knows it of itself; +experiment=rank_skew shows it at zero delay, as wait_0_us"
 _NO_GAP = "instrument profiler or python -m harness profile measures it"
 
 

@@ -147,7 +147,7 @@ reason       string  - why the value is null
         + _REPEAT
         + """
 rank         int!    - rank
-pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
+pass         string! - plain, host, step, graph_timed, backlog, span, skew, profiler or nsys
 step         int!    - counts over the life of the engine; equal on all ranks
 phase        string! - prefill, decode or mixed
 batch        int!    - sequences in the step
@@ -175,7 +175,7 @@ source       string! - whose clock device_us is: host, stamps, events or cupti
         + _REPEAT
         + """
 rank         int!    - rank
-pass         string! - host (CPU); graph_timed, backlog, span, profiler, nsys (GPU)
+pass         string! - host (CPU); graph_timed, backlog, span, profiler, nsys (GPU); skew
 step         int!    - key of the join over ranks, with ordinal
 ordinal      int!    - place in the step, from 0
 phase        string! - prefill, decode or mixed
@@ -210,7 +210,7 @@ starved      bool    - in this step the host was not ahead of the GPU; backlog p
         + """
 request      int!    - place in the workload, from 0
 request_id   string! - the engine's name of it
-pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
+pass         string! - plain, host, step, graph_timed, backlog, span, skew, profiler or nsys
 prompt_tokens int!   tokens in the prompt
 output_tokens int!   tokens generated
 asked_tokens int!    tokens that were asked for
@@ -256,7 +256,7 @@ reason       string  - why bytes is null
         _KEY
         + _REPEAT
         + """
-pass         string! - plain, host, step, graph_timed, backlog, span, profiler or nsys
+pass         string! - plain, host, step, graph_timed, backlog, span, skew, profiler or nsys
 when         string! - before the window, during it (sampled) or after it
 at_s         float   s of a sample: after the window's begin
 device       string! - cpu or gpu0, gpu1, ...
