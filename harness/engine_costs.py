@@ -34,20 +34,35 @@ RIGHT = tuple(heading for heading, *_ in _PRINTED)
 def of_points(results: Results) -> dict[str, dict[str, Any]]:
     """point_id -> COLUMNS, of the engine that measured the point: seconds of start-up (the slowest
     rank's; median over fresh engines), what the compile cache held (cold: nothing, warm: all, part;
-    None where nothing was compiled), and bytes after the point (the fullest rank's)."""
+    cold+warm where it was so for some engines and so for others, of which the seconds are the
+    median; None where nothing was compiled), and bytes after the point (the fullest rank's)."""
     phases = results.table("phases", ["point_id", "process", "phase", "bucket", "seconds", "count"])
     memory = results.table("memory", ["point_id", "name", "bytes"])
     seconds = phases[phases["bucket"].isna()].groupby(["point_id", "phase"])["seconds"].median()
-    counts = phases.groupby(["point_id", "phase"])["count"].max()
+    states = _cache_states(phases)
     most = memory.groupby(["point_id", "name"])["bytes"].max()
     found: dict[str, dict[str, Any]] = {}
     for point_id in phases["point_id"].unique():
         row: dict[str, Any] = {f"start_{p}_s": _get(seconds, point_id, p) for p in STARTUP}
-        hits = _get(counts, point_id, "cache_hits") or 0
-        misses = _get(counts, point_id, "cache_misses") or 0
-        row["compile_cache"] = cache_state(hits, misses)
+        row["compile_cache"] = "+".join(states.get(str(point_id), ())) or None
         row |= {f"memory_{n}_bytes": _get(most, point_id, f"{n}_bytes") for n in MEMORY}
         found[str(point_id)] = row
+    return found
+
+
+def _cache_states(phases: pd.DataFrame) -> dict[str, list[str]]:
+    """point_id -> what the cache held for its engines, each state once, in the engines' order."""
+    rows = phases[phases["phase"].isin(["cache_hits", "cache_misses"])]
+    counts = rows.pivot_table(
+        index=["point_id", "process"], columns="phase", values="count", aggfunc="max"
+    )
+    counts = counts.reindex(columns=["cache_hits", "cache_misses"]).fillna(0)
+    found: dict[str, list[str]] = {}
+    for (point_id, _), hits, misses in counts.itertuples():
+        states = found.setdefault(str(point_id), [])
+        state = cache_state(hits, misses)
+        if state is not None and state not in states:
+            states.append(state)
     return found
 
 

@@ -91,6 +91,18 @@ def test_engines_are_printed_once_with_their_highest_peak(run: Path) -> None:
     ]
 
 
+def test_engines_that_found_the_cache_otherwise_are_not_called_part(tmp_path: Path) -> None:
+    """cache=warm in an empty folder: the first engine compiles, the others read."""
+    run, phases = tmp_path / "run", {"total": 38.0, "compile": 35.0}
+    write(run, 0, phases, {"cache_hits": 0, "cache_misses": 2}, [], compile="model")
+    for process in (1, 2):
+        counts = {"cache_hits": 2, "cache_misses": 0}
+        write(run, 0, {"total": 8.0, "compile": 5.0}, counts, [], process, compile="model")
+    frame = report.summary(run)
+    assert frame["compile_cache"].to_list() == ["cold+warm"]
+    assert frame["start_total_s"].to_list() == [8.0]
+
+
 @pytest.mark.parametrize(
     ("hits", "misses", "state"), [(0, 2, "cold"), (3, 0, "warm"), (1, 2, "part"), (0, 0, None)]
 )
