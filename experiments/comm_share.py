@@ -94,8 +94,10 @@ def _row(point: Point, row: dict[str, Any]) -> dict[str, Any]:
 def verdict(frame: pd.DataFrame) -> Finding:
     """The claim holds where every sum is within TOLERANCE of its step."""
     summed = frame[frame["off"].notna()]
-    text = f"communication is {between(frame[frame['tp'] > 1]['comm_share'], '.1%')} of a step"
-    text = text if (frame["tp"] > 1).any() else "one rank has no communication"
+    shares = frame[frame["tp"] > 1]["comm_share"]
+    text = f"communication is {between(shares, '.1%')} of a step"
+    if shares.isna().all():
+        text = "no collective was timed" if len(shares) else "one rank has no communication"
     if over := int((frame["comm_share"] > 1).sum()):
         text += f" ({over} above all of it: waiting differed between its pass and the clean one)"
     if summed.empty:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from experiments.points import Point
+from experiments.points import Point, points
 from harness.pass_plan import LATENCY, PROFILER, STEP
 from harness.store import Results
 
@@ -37,7 +37,8 @@ def step_parts(results: Results) -> pd.DataFrame:
 
     frame = pd.concat([_steps(results), _kernels(results), _collectives(results)], axis=1)
     replayed = frame["replayed"].fillna(False).astype(bool)
-    solo = frame["collectives"].isna()
+    alone = [point.point_id for point in points(results) if point.everything["tp"] == 1]
+    solo = frame.index.get_level_values("point_id").isin(alone)  # others may just not be timed
     for name in ("transfer_us", "wait_us", "gather_us", "handover_us"):
         frame.loc[solo, name] = 0.0
     frame.loc[~replayed, "handover_us"] = 0.0
@@ -83,7 +84,7 @@ def _collectives(results: Results) -> pd.DataFrame:
     by_cupti = profiled[profiled["kind"] == "all_reduce"]
     found = pd.DataFrame(
         {
-            "collectives": _per_step(timed, "latency_us", "size"),
+            "collectives": timed.groupby([*KEY, "step"]).size().groupby(KEY).mean(),
             "transfer_us": _per_step(reduces, "transfer_us"),
             "wait_us": _per_step(reduces, "wait_us"),
             "gather_us": _per_step(rooted, "latency_us"),
@@ -92,16 +93,19 @@ def _collectives(results: Results) -> pd.DataFrame:
             "on_gpu": timed.groupby(KEY)["pass"].first() != "host",
         }
     )
-    found["gather_us"] = found["gather_us"].fillna(0.0)
+    # Steps that gather nothing spend none; of steps that nobody timed there is no figure.
+    found["gather_us"] = found["gather_us"].fillna(0.0).where(found["collectives"].notna())
     replayed = timed.groupby(KEY)["mode"].first().astype(str).str.startswith("graph")
     launched = found["on_gpu"].fillna(False).astype(bool) & ~replayed.reindex(found.index)
     found["wait_us"] = found["wait_us"].where(~launched, found["cupti_wait_us"])
     return found.drop(columns=["cupti_wait_us", "on_gpu"])
 
 
-def _per_step(rows: pd.DataFrame, column: str, how: str = "sum") -> pd.Series:
-    """Of each step its sum, then the mean over steps."""
-    return rows.groupby([*KEY, "step"])[column].agg(how).groupby(KEY).mean()
+def _per_step(rows: pd.DataFrame, column: str) -> pd.Series:
+    """Of each step its sum, then the mean over steps; those that lack one of their figures, which
+    another rank did not give, are left out: a sum of the others would be too small."""
+    steps = rows.groupby([*KEY, "step"])[column]
+    return steps.sum().where(steps.count() == steps.size()).groupby(KEY).mean()
 
 
 def why_not(point: Point, row: dict[str, Any]) -> str | None:

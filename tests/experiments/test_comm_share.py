@@ -120,6 +120,34 @@ def test_a_cpu_has_shares_and_no_sum(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "comm_share.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_collectives_that_nobody_timed_are_no_zero(tmp_path: Path) -> None:
+    """Two ranks, instrument none: their shares were 0.0 %, as of one rank."""
+    made = tables("eager", device="cpu", step_us=200.0)
+    write(tmp_path / "run", {"steps": made["steps"]}, tp=2, device="cpu", mode="eager")
+    frame = summary(load(tmp_path / "run"))
+    names = ["transfer_us", "wait_us", "gather_us", "comm_share"]
+    assert frame["step_us"].notna().all() and frame[names].isna().all(axis=None)
+    assert EXPERIMENT.verdict(frame).text.startswith("no collective was timed; no step has all its")
+    write(tmp_path / "solo", {"steps": made["steps"]}, tp=1, device="cpu", mode="eager")
+    assert (summary(load(tmp_path / "solo"))[names] == 0.0).all(axis=None)
+
+
+def test_a_step_that_lacks_a_transfer_is_left_out_of_the_mean(tmp_path: Path) -> None:
+    made = tables("eager", device="cpu", step_us=200.0)
+    whole = rows_of(tmp_path / "whole", made, device="cpu")[0]["transfer_us"]
+    last = max(c["step"] for c in made["collectives"])
+    other = [
+        {**c, "step": last + 1}
+        for c in made["collectives"]
+        if (c["rank"], c["step"], c["pass"]) == (0, last, "host")
+    ]
+    lacking = next(c for c in other if c["kind"] == "all_reduce")
+    lacking["transfer_us"] = None
+    made["collectives"] += other
+    found = rows_of(tmp_path / "lacking", made, device="cpu")[0]["transfer_us"]
+    assert found == whole == 40.0
+
+
 def test_one_ranks_share_of_none_is_no_part_of_the_range(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write(run, tables(), device="cuda")
