@@ -81,7 +81,7 @@ def test_how_a_point_is_measured_tells_cells_apart_where_a_run_sweeps_it(tmp_pat
         write_cell(b, ALIKE if not index else SLOWER, index=index, instrument=instrument)
     found = compared(a, b, metrics=["tpot"])
     assert [str(c.judgement.verdict) for c in found.cells] == ["SAME", "SLOWER"]
-    assert [c.settings["instrument"] for c in found.cells] == ["", "counts"]
+    assert [c.settings["instrument"] for c in found.cells] == ["none", "counts"]
     assert "instrument" in found.shown
 
 
