@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from engine.shape import ModelShape
+from harness.hardware import fingerprint
 from harness.marker import worst_status
 from harness.pass_plan import NSYS
 from harness.prediction.model import Cell, PredictionError
@@ -68,7 +69,6 @@ def measured(runs: Sequence[Path]) -> Measured:
         points.append(results.table("points", _POINTS))
         metrics.append(results.table("metrics", _METRICS))
     frame = pd.concat(points, ignore_index=True).drop_duplicates(["run_id", "point_id", "process"])
-    fingerprint = _machine_of(frame)
     steps = _steps(pd.concat(metrics, ignore_index=True))
     shapes: dict[str, ModelShape] = {}
     groups: dict[str, Group] = {}
@@ -87,25 +87,27 @@ def measured(runs: Sequence[Path]) -> Measured:
     said = tuple(f"{n} points left out: {reason}" for reason, n in notes.items())
     if not groups:
         raise PredictionError(f"no decode step to fit; {'; '.join(said) or 'the runs are empty'}")
-    return Measured(tuple(groups.values()), fingerprint, said)
+    machine = _machine_of(frame[frame["status"] == "ok"])
+    return Measured(tuple(groups.values()), machine, said)
 
 
 def _machine_of(points: pd.DataFrame) -> str:
     """The fingerprint under which the machine's calibration is kept: where some runs saw a part of
-    its GPUs (CUDA_VISIBLE_DEVICES), that of the runs that saw most.
+    its GPUs (CUDA_VISIBLE_DEVICES), that of the runs that saw most. `points`: those that are ok,
+    since a row of one that never ran, or whose job died, does not say what was there.
 
     Raises:
         PredictionError: they are several machines.
     """
     alike, gpus = {}, {}
     for _, row in points.drop_duplicates("hardware_fingerprint").iterrows():
-        if not isinstance(row["environment"], str):
-            continue  # a row of a point that never ran
-        found, fingerprint = json.loads(row["environment"]), str(row["hardware_fingerprint"])
-        kinds = {(gpu["name"], gpu["memory_bytes"], gpu["capability"]) for gpu in found["gpus"]}
-        facts = [found[name] for name in ("host", "cpu", "memory_bytes", "os", "driver")]
-        alike[fingerprint], gpus[fingerprint] = repr([*facts, *sorted(kinds)]), len(found["gpus"])
-    if len(set(alike.values())) != 1:
+        found = json.loads(row["environment"])
+        key = row["hardware_fingerprint"]
+        kinds = {(gpu["name"], gpu["memory_bytes"], gpu["driver"]): gpu for gpu in found["gpus"]}
+        one_of_each = [gpu for _, gpu in sorted(kinds.items())]
+        alike[key] = fingerprint({**found, "gpus": one_of_each})
+        gpus[key] = len(found["gpus"])
+    if len(set(alike.values())) > 1:
         raise PredictionError(
             f"runs of {len(set(alike.values()))} machines ({', '.join(sorted(alike))}): rates and "
             "collectives are one machine's; name runs of one"

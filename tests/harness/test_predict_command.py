@@ -183,6 +183,34 @@ def test_runs_that_saw_a_part_of_the_gpus_are_of_the_same_machine(
     assert main([str(run), "--tp", "4"]) == 0
 
 
+def test_a_point_whose_job_died_says_nothing_of_the_machine(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row has the machine's fingerprint and nothing else of it (fanout/command.py)."""
+    died = {"status": "error", "environment": json.dumps({"fingerprint": "unseen"})}
+    write(run, 0, "qwen3-0.6b", 1, 1, hardware_fingerprint="unseen", **died)
+    found = measured([run])
+    assert found.fingerprint == MACHINE and found.notes == ("1 points left out: status error",)
+    for number in range(12):
+        write(run, number, "qwen3-0.6b", 1, 1, **died)
+    assert main([str(run), "--tp", "4"]) == 1
+    said = "no decode step to fit; 12 points left out: status error"
+    assert said in capsys.readouterr().err
+
+
+def test_hosts_of_other_names_are_one_machine_where_their_fingerprint_is(run: Path) -> None:
+    """Containers have names of their own, and a kernel leaves a little more or less memory."""
+    facts = json.loads(environment(gpus=1))
+    facts |= {"host": "container", "memory_bytes": facts["memory_bytes"] - (1 << 20)}
+    seen = {"hardware_fingerprint": "fewer", "environment": json.dumps(facts)}
+    write(run, 0, "qwen3-0.6b", 1, 1, **seen)
+    assert measured([run]).fingerprint == MACHINE
+    other = {"hardware_fingerprint": "other", "environment": json.dumps({**facts, "cpu_cores": 8})}
+    write(run, 1, "qwen3-0.6b", 1, 1, **other)
+    with pytest.raises(PredictionError, match="runs of 2 machines"):
+        measured([run])
+
+
 def test_what_is_missing_is_said(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
