@@ -270,7 +270,7 @@ def _described(frame: pd.DataFrame) -> dict[str, Any]:
 
 def _same_machine(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
     prints = a["hardware_fingerprint"], b["hardware_fingerprint"]
-    if prints[0] is not None and prints[0] == prints[1]:
+    if isinstance(prints[0], str) and prints[0] == prints[1]:  # a list: a side of several machines
         return
     machines = [f"{side['gpu'] or side['cpu']} ({side['hardware_fingerprint']})" for side in (a, b)]
     raise Refused(

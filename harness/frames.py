@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness import engine_costs, schema
+from harness.fanout.runs import runs_in
 from harness.figures import FIGURES
 from harness.report import AXES, FIGURE_OF, further
 from harness.report import summary as of_run
-from harness.store import Results, StoreError
+from harness.store import Results, StoreError, load
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,11 +91,11 @@ def figures(
 
 
 def parts(results: Results) -> list[Results]:
-    """Each run of the folder by itself: points are told apart by their id within a run alone."""
-    folders = results.folders()
-    if len(folders) == 1:
+    """Each run of the folder by itself, and each fan-out: points are told apart by their id within
+    one alone."""
+    if len(results.folders()) == 1:
         return [results]
-    return [Results(folder, tuple(schema.TABLES), None) for folder in folders]
+    return [load(one) for one in runs_in(results.run_dir)]
 
 
 def of_runs(runs: Sequence[Results]) -> list[pd.DataFrame]:

@@ -34,6 +34,11 @@ class Merged(Results):
         self.notes = notes
         self._owners = owners
 
+    def narrowed(self, tables: Sequence[str], columns: Sequence[str] | None) -> Merged:
+        """The same with these tables, and these columns of them, alone."""
+        self._tables, self._columns = tuple(tables), columns
+        return self
+
     def folders(self) -> list[Path]:
         """One, since a point has one id in all of them."""
         return self.runs[:1]
@@ -56,9 +61,11 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
 
     Raises:
         MachinesDiffer: figures of several machines, unless `across_machines`.
-        StoreError: a folder that is no run, or a damaged file.
+        StoreError: no folder, one that is no run, or a damaged file.
     """
     runs = list(dict.fromkeys(run.resolve() for run in runs))
+    if not runs:
+        raise NoRunError("no run to read: where it is a fan-out, no job has planned its points yet")
     if len(runs) == 1:  # nothing to choose from
         return Merged(runs, None, [])
     plans = {run: _plan(run) for run in runs}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.schema import SCHEMA_VERSION
+from harness.fanout.runs import is_fan_out
+from harness.schema import SCHEMA_VERSION, STATUSES
 from harness.store import Results, StoreError, load
 
 if TYPE_CHECKING:
@@ -66,15 +68,15 @@ def repeats(results: Results) -> pd.DataFrame:
 
 
 def read(folder: str | Path) -> pd.DataFrame:
-    """The repeats of a run folder, or of a published one, which holds points/ or repeats.csv; of
-    that file itself as well.
+    """The repeats of a run folder, a fan-out's, or a published one, which holds points/ or
+    repeats.csv; of that file itself as well.
 
     Raises:
         StoreError: neither is there, a damaged file, another schema version, no row.
     """
     path = Path(folder)
     file = path / FILE if path.is_dir() else path
-    if (path / "points").is_dir():
+    if (path / "points").is_dir() or is_fan_out(path):
         frame = repeats(load(path))
     elif file.is_file():
         frame = _read_csv(file)
@@ -122,7 +124,47 @@ def _read_csv(file: Path) -> pd.DataFrame:
             f"{file}: schema version {', '.join(map(str, versions))}, this harness reads "
             f"{SCHEMA_VERSION}; read it with the version that wrote it"
         )
-    return frame.reindex(columns=COLUMNS)
+    frame = frame.reindex(columns=COLUMNS)
+    _check(file, frame)
+    return frame
+
+
+def _check(file: Path, frame: pd.DataFrame) -> None:
+    """That each value is one that `csv` writes, so that an edited or damaged file is an error that
+    names the line and no verdict.
+
+    Raises:
+        StoreError: it is not.
+    """
+    import pandas as pd
+
+    def refuse(wrong: pd.Series, name: str, what: str) -> None:
+        if wrong.any():
+            place = int(wrong.to_numpy().argmax())
+            raise StoreError(
+                f"{file}, row {place + 1}: {name}={frame[name].iloc[place]}: {what}; publish "
+                f"python -m harness collect RUN --repeats as {FILE} again"
+            )
+
+    for name in ("process", "repeat", "index", *METRICS, "sm_clock_mhz"):
+        numbers = pd.to_numeric(frame[name], errors="coerce")
+        refuse(numbers.isna() & frame[name].notna(), name, "no number")
+        frame[name] = numbers
+    for name in ("run_id", "status", "requested", *KEY):
+        refuse(frame[name].isna(), name, "it may not be empty")
+    refuse(~frame["status"].isin(STATUSES), "status", f"none of {', '.join(STATUSES)}")
+    for name in ("requested", "effective"):
+        refuse(frame[name].notna() & ~frame[name].map(_is_object), name, "no JSON object")
+    refuse(
+        frame.duplicated(["run_id", *KEY], keep=False), "point_id", "this repeat stands there twice"
+    )
+
+
+def _is_object(text: Any) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _rates(results: Results) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from harness import schema
 from harness.arrow import NoRunError as NoRunError
 from harness.arrow import StoreError as StoreError
 from harness.arrow import arrow_schema, check_version, damaged, pandas_type
+from harness.fanout.runs import is_fan_out, runs_below, runs_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,10 +113,9 @@ class Results:
         return [path for path in found if not path.parent.name.startswith(".")]
 
     def folders(self) -> list[Path]:
-        """The folder itself if it is a run's, else the runs in it."""
-        if (self.run_dir / "points").is_dir():
-            return [self.run_dir]
-        return sorted(folder.parent for folder in self.run_dir.glob("[!.]*/points"))
+        """The folder itself if it is a run's, else the runs in it, those of fan-outs as well."""
+        found = runs_in(self.run_dir)
+        return [r for one in found for r in (runs_below(one) if is_fan_out(one) else [one])]
 
     def table(self, name: str, columns: Iterable[str] | None = None) -> pd.DataFrame:
         """The rows of all points; `columns` in the order given. A column that came into the
@@ -276,19 +276,22 @@ def load(
     tables: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> Results:
-    """Opens a run's folder, one of several runs (results/runs), or a published one; `tables` limits
-    which may be asked for, `columns` what they hold.
+    """Opens a run's folder, a fan-out's (its jobs' runs as one), one of several runs (results/runs)
+    or a published one; `tables` limits which may be asked for, `columns` what they hold.
 
     Raises:
-        NoRunError: no such folder.
+        NoRunError: no such folder, or a fan-out without a run.
         KeyError: no such table.
     """
-    path = Path(run_dir)
-    if not path.is_dir():
+    if not (path := Path(run_dir)).is_dir():
         raise NoRunError(f"{path}: no such run folder")
     chosen = list(tables) if tables is not None else list(schema.TABLES)
     for name in chosen:
         schema.column(name, "point_id")
+    if is_fan_out(path):
+        from harness.merged import merge
+
+        return merge(runs_below(path), across_machines=True).narrowed(chosen, columns)
     return Results(path, chosen, columns)
 
 

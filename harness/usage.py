@@ -49,11 +49,11 @@ COMPARE = """python -m harness compare A B [--metrics M,M] [--floor 0.03] [--acr
 WHOLE_COMPARE = f"""\
 {COMPARE}
 
-Judges run B against run A, cell by cell: SAME, FASTER, SLOWER or AMBIGUOUS. Each is a run folder,
-or a published one, which holds points/ or repeats.csv. A verdict needs 5 repeats a side and several
-fresh engines, 5 as a rule (measure.n_process=5), or one engine and --floor, the ratio by which
-fresh engines differ here (docs/verdicts.md). Exit status 1: something is SLOWER (or AMBIGUOUS, if
-asked for); 2: the two cannot be compared."""
+Judges run B against run A, cell by cell: SAME, FASTER, SLOWER or AMBIGUOUS. Each is the folder of a
+run, of a fan-out, or a published one, which holds points/ or repeats.csv. A verdict needs 5 repeats
+a side and several fresh engines, 5 as a rule (measure.n_process=5), or one engine and --floor, the
+ratio by which fresh engines differ here (docs/verdicts.md). Exit status 1: something is SLOWER (or
+AMBIGUOUS, if asked for); 2: the two cannot be compared."""
 CALIBRATE = """\
 python -m harness calibrate [--world 1,2] [--again] [--markdown | --json]
         [--results-dir results/runs]

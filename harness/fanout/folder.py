@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import ENGINE_AXES, FIXED_BATCH, SettingsError
+from harness.fanout.runs import JOBS, runs_below, runs_of, that_counts
 from harness.fingerprint import digest, sources
 from harness.hardware import versions
-from harness.leftovers import is_finished
 from harness.machine import torchrun_processes
 from harness.marker import now, write_json
 from harness.naming import named, settings, varying
@@ -32,7 +32,7 @@ from harness.storage import try_lock
 from harness.validation import validate
 from harness.worker import Functions
 
-JOBS, BEGUN, ENDED, OUTPUT = "jobs.json", "begun", "ended.json", "output.log"
+BEGUN, ENDED, OUTPUT = "begun", "ended.json", "output.log"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Job:
     @property
     def runs(self) -> list[Path]:
         """Its run folders; more than one where it was continued on another kind of machine."""
-        return _runs_of(self.folder)
+        return runs_of(self.folder)
 
     def begin(self) -> None:
         (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
@@ -216,26 +216,6 @@ def reopen(path: Path) -> RunFolder | None:
     return RunFolder(path, plan, lock, continued=True)
 
 
-def is_fan_out(folder: Path) -> bool:
-    return (folder / JOBS).is_file()
-
-
-def runs_below(folder: Path) -> list[Path]:
-    """The run of each job of a fan-out that counts."""
-    return [run for job in sorted(folder.glob("job-*")) for run in _that_counts(job)]
-
-
-def _runs_of(job: Path) -> list[Path]:
-    return [file.parent for file in sorted(job.glob("*/plan.json"))]
-
-
-def _that_counts(job: Path) -> list[Path]:
-    """Of a job's runs the one that its last attempt finished, else the newest; none if there is
-    none. Each has all of the job's points, in the others as another machine measured them."""
-    runs = _runs_of(job)
-    return ([run for run in runs if is_finished(run)] or runs)[-1:]
-
-
 def _create(
     results_dir: Path, groups: list[list[dict[str, Any]]], key: str, functions: Functions
 ) -> FanOut:
@@ -270,7 +250,7 @@ def _unfinished(results_dir: Path, key: str) -> FanOut | None:
 
 
 def _planned(job: Job) -> int:
-    for run in _that_counts(job.folder):
+    for run in that_counts(job.folder):
         if stored := read_plan(run):
             return len(stored["points"])
     return len(job.configs)

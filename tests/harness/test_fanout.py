@@ -14,7 +14,8 @@ from harness.__main__ import conf_folder
 from harness.config import SettingsError, register
 from harness.fanout import command
 from harness.fanout.command import fan_out
-from harness.fanout.folder import by_engine, list_jobs, open_fan_out, runs_below
+from harness.fanout.folder import by_engine, list_jobs, open_fan_out
+from harness.fanout.runs import runs_below
 from harness.fingerprint import surroundings
 from harness.models import TINY
 from harness.storage import try_lock

@@ -12,7 +12,9 @@ import pytest
 
 from harness.__main__ import main
 from harness.merged import MachinesDiffer, merge
+from harness.repeats import read
 from harness.report import summary
+from harness.store import NoRunError, load
 from tests.support.made_runs import MACHINE, write_cell
 
 OTHER = {**MACHINE, "fingerprint": "machine-2", "cpu": "another CPU"}
@@ -30,6 +32,15 @@ def make(folder: Path, created_at: str, *cells: dict[str, Any], sources: str = "
 
 def cell(index: int, rate: float, **further: Any) -> dict[str, Any]:
     return {"rates": [[rate, rate]], "index": index, **further}
+
+
+def fan_out(whole: Path, runs: list[Path]) -> Path:
+    """The runs, each moved below a job."""
+    for number, run in enumerate(runs):
+        (whole / f"job-00{number}").mkdir(parents=True)
+        run.rename(whole / f"job-00{number}" / run.name)
+    (whole / "jobs.json").write_text("{}")
+    return whole
 
 
 @pytest.fixture
@@ -115,11 +126,7 @@ def test_other_sources_are_said(tmp_path: Path, runs: list[Path]) -> None:
 def test_collect_takes_several_runs_and_the_folder_of_a_fan_out(
     tmp_path: Path, runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = tmp_path / "fan-out"
-    for number, run in enumerate(runs):
-        (whole / f"job-00{number}").mkdir(parents=True)
-        run.rename(whole / f"job-00{number}" / run.name)
-    (whole / "jobs.json").write_text("{}")
+    whole = fan_out(tmp_path / "fan-out", runs)
     below = [str(whole / f"job-00{number}" / run.name) for number, run in enumerate(runs)]
     assert main(["collect", "--csv", *below]) == 0
     by_name = capsys.readouterr().out
@@ -129,3 +136,45 @@ def test_collect_takes_several_runs_and_the_folder_of_a_fan_out(
     assert main(["collect", str(whole), "--repeats"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 4 * 2
     assert main(["collect", str(tmp_path)]) == 2
+
+
+def test_a_fan_out_is_read_as_one_run_by_itself_and_among_others(
+    tmp_path: Path, runs: list[Path]
+) -> None:
+    """Ratios between its jobs as well."""
+    results = tmp_path / "results"
+    whole = fan_out(results / "fan-out", runs)
+    make(results / "z", "2026-01-03", cell(0, 7.0, tp=1))
+    found = load(whole)
+    axes = ["tp", "batch", "output_tok_s", "scaling_efficiency"]
+    rows = [[1, 2, 100.0, 1.0], [2, 4, 50.0, 50 / 160], [2, 2, 120.0, 0.6], [1, 4, 80.0, 1.0]]
+    assert found.summary[axes].values.tolist() == rows
+    assert len(found.points) == 4 * 2
+    assert load(results).summary[axes].values.tolist() == [*rows, [1, 2, 7.0, 1.0]]
+    assert len(load(results).points) == 5 * 2
+    narrow = load(whole, ["points"], ["tp"])
+    assert list(narrow.points) == ["tp"]
+    with pytest.raises(KeyError, match="was not loaded"):
+        narrow.table("steps")
+    assert len(read(whole)) == 4 * 2
+    (results / "none").mkdir()
+    (results / "none" / "jobs.json").write_text("{}")
+    with pytest.raises(NoRunError, match="no job has planned its points yet"):
+        load(results / "none")
+    assert len(load(results).summary) == 5
+
+
+def test_sides_of_several_machines_are_not_the_same_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which of them a cell was measured on may be another on each side."""
+    sides = []
+    for side in "ab":
+        of_both = [
+            make(tmp_path / f"{side}1", "2026-01-01", cell(0, 100.0)),
+            make(tmp_path / f"{side}2", "2026-01-01", cell(1, 50.0, machine=OTHER)),
+        ]
+        sides.append(str(fan_out(tmp_path / f"fan-out-{side}", of_both)))
+    assert main(["compare", *sides]) == 2
+    assert "other machines: A is" in capsys.readouterr().err
+    assert main(["compare", *sides, "--across-machines"]) == 0

@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from harness.__main__ import main
 from harness.repeats import COLUMNS, METRICS, csv, read
 from harness.store import StoreError, to_arrow, write_point
 from tests.support.made_runs import columns, write_cell
@@ -110,6 +111,36 @@ def test_another_csv_is_refused_by_what_it_is(tmp_path: Path, text: str, message
     (tmp_path / "repeats.csv").write_text(text)
     with pytest.raises(StoreError, match=message):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "what"),
+    [
+        ("requested", "", "requested=.*: it may not be empty"),
+        ("requested", "{bad", "requested={bad: no JSON object"),
+        ("requested", "[1]", r"requested=\[1\]: no JSON object"),
+        ("effective", "{bad", "effective={bad: no JSON object"),
+        ("status", "great", "status=great: none of ok, "),
+        ("status", "", "status=.*: it may not be empty"),
+        ("output_tok_s", "fast", "output_tok_s=fast: no number"),
+        ("sm_clock_mhz", "x", "sm_clock_mhz=x: no number"),
+        ("process", "x", "process=x: no number"),
+        ("process", "", "process=nan: it may not be empty"),
+        ("run_id", "", "run_id=.*: it may not be empty"),
+        ("repeat", "1", "point_id=.*: this repeat stands there twice"),
+    ],
+)
+def test_a_damaged_value_is_an_error_that_names_its_row_and_no_verdict(
+    run: Path, tmp_path: Path, column: str, value: str, what: str
+) -> None:
+    """A traceback would end a comparison with 1, which says SLOWER."""
+    file = tmp_path / "edited.csv"
+    frame = read(run).astype(object)
+    frame.loc[1, column] = value
+    frame.to_csv(file, index=False)
+    with pytest.raises(StoreError, match=f"edited.csv, row 2: {what}"):
+        read(file)
+    assert main(["compare", str(file), str(run)]) == 2
 
 
 def test_another_schema_version_is_refused_by_name(run: Path, tmp_path: Path) -> None:
