@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -29,3 +29,13 @@ def refuse_device_axis(given: Override | None, params: Any, launcher: str) -> No
             f"device as an axis with hydra/launcher={launcher}: all jobs are given the same, and "
             "an experiment's sizes follow the device; give device=cuda or device=cpu"
         )
+
+
+def refuse_empty(overrides: Sequence[Override]) -> None:
+    """Of an axis without a value there is no point, and nothing to run or to say."""
+    for one in overrides:
+        if one.is_discrete_sweep() and not list(one.sweep_string_iterator()):
+            raise SettingsError(
+                f"{one.input_line}: an axis without a value; give one at least, as in "
+                f"{one.get_key_element()}=1,2"
+            )

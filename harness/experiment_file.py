@@ -13,6 +13,8 @@ from harness.config import SettingsError
 from harness.words import WordError, flat
 
 PACKAGE = "# @package _global_"
+UNREADABLE = (yaml.YAMLError, UnicodeDecodeError)
+"""What a file raises that holds no YAML, or no UTF-8."""
 _KEY = "experiment="
 _NAMED = (r"^([A-Za-z_][\w.]*)", r"full_key: (\S+)")
 """How an error of ours, and one of OmegaConf, names the setting."""
@@ -32,6 +34,8 @@ def is_at_fault(error: Exception, file: Path, overrides: Sequence[str]) -> bool:
     text = str(error)
     if isinstance(error, WordError):
         return False
+    if isinstance(error, UnicodeDecodeError):
+        return True  # arguments are decoded long since
     if isinstance(error, OverrideParseException):
         return error.override not in overrides
     if isinstance(error, MissingConfigException):

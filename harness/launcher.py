@@ -30,15 +30,14 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from harness import config, resolvers
-from harness.axes import axes, refuse_device_axis
+from harness.axes import axes, refuse_device_axis, refuse_empty
 from harness.config import LENGTHS, SHAPE, SettingsError
-from harness.experiment_file import experiment_file, is_at_fault, remark
+from harness.experiment_file import UNREADABLE, experiment_file, is_at_fault, remark
 from harness.presets import Presets
 from harness.usage import USAGE
-from harness.words import IsGroup, WordError, check, groups
+from harness.words import IsGroup, WordError, check, groups, quoted
 
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
@@ -99,7 +98,7 @@ def run(
             raise SettingsError(f"hydra/launcher={launcher}: only a run has jobs; leave it out")
         submit = partial(_submit, options.overrides, conf, config_dir)
         return fan_out(configs, launcher, submit)
-    except (SettingsError, HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (SettingsError, HydraException, OmegaConfBaseException, *UNREADABLE) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
             print(error.__cause__, file=sys.stderr)
@@ -155,6 +154,7 @@ def _compose(
         check(swept, is_group, SettingsError)
         if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in [*swept, *typed]):
             raise WordError("experiment: give one, since each has its own list of axes")
+        refuse_empty([*swept, *typed])
         (jobs,) = BasicSweeper.split_arguments([*swept, *typed], max_batch_size=None)
         # Of an axis that a preset stands for, all values are the same point.
         distinct = dict.fromkeys(tuple(presets.over_experiment(job)) for job in jobs)
@@ -190,7 +190,7 @@ def _submit(
 ) -> Sequence[Any]:
     """Has Hydra's launcher run `task` once for each of `jobs`, each a list of overrides, below
     `folder`; -> Hydra's return of each, when all have ended."""
-    own = [f'hydra.sweep.dir="{folder}"', "hydra.output_subdir=null"]
+    own = [f"hydra.sweep.dir={quoted(str(folder))}", "hydra.output_subdir=null"]
     words = [*_words(overrides, config_dir), *own]
     with hydra.initialize_config_dir(str(conf), job_name="harness", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
@@ -208,7 +208,7 @@ def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     if config_dir is not None:
         if not config_dir.is_dir():
             raise SettingsError(f"--config-dir {config_dir}: no such folder")
-        words.append(f'hydra.searchpath=["file://{config_dir.resolve()}"]')
+        words.append(f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]")
     return words
 
 

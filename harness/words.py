@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -73,6 +74,13 @@ def flat(section: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def quoted(text: str) -> str:
+    """The text as one value of a command line, whatever it holds: a quote has a backslash before
+    it, and so has each backslash that would stand before a quote."""
+    escaped = re.sub(r'(\\*)(?="|$)', r"\1\1", text).replace('"', r"\"")
+    return f'"{escaped}"'
 
 
 def _each(override: Override) -> Iterator[str]:

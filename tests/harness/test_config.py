@@ -149,8 +149,12 @@ def test_profile_is_of_the_native_engine_alone() -> None:
     validate(config(backend="vllm", instrument=["collectives"]))
 
 
-def test_ones_own_experiments_are_found_and_override_with_config_dir(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
+@pytest.mark.parametrize("name", ["plain", "a, b=[c]", 'q"uote', "it's", "end\\", 'both\\"'])
+def test_ones_own_experiments_are_found_and_override_with_config_dir(
+    name: str, tmp_path: Path
+) -> None:
+    tmp_path = tmp_path / name
+    (tmp_path / "experiment").mkdir(parents=True)
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ntp: 4\nhydra: {sweeper: {params: {batch: '2,3'}}}\n"
     )

@@ -82,6 +82,8 @@ WRONG = [
     ("skip: [{when: {tpp: 2}, reason: x}]", ["skip[0].when.tpp: no such setting"]),
     ("workload: {shape: '8'}", ["workload.shape=8: give tokens"]),
     ("tp: 2\n batch: 3", ["mapping values are not allowed here"]),
+    ("hydra: {sweeper: {params: {tp: 'range(2,1)'}}}", ["tp=range(2,1): an axis without a value"]),
+    ("# \udcff", ["can't decode byte 0xff"]),
 ]
 
 
@@ -91,7 +93,7 @@ def test_what_is_wrong_is_told_with_its_file_and_key(
 ) -> None:
     file = tmp_path / "experiment" / "mine.yaml"
     file.parent.mkdir()
-    file.write_text(f"{HEAD}{text}\n")
+    file.write_text(f"{HEAD}{text}\n", errors="surrogateescape")
     arguments = ["--config-dir", str(tmp_path), "+experiment=mine", f"results_dir={tmp_path}/r"]
     assert main(["list", *arguments]) == 1
     err = capsys.readouterr().err
@@ -104,6 +106,8 @@ BESIDE = [
     ("tpp=2", "tpp: no such setting; did you mean tp?"),
     ("tp=two", "tp=two: give an integer, as in tp=1"),
     ("tp=0", "tp=0: give at least 1"),
+    ("tp=range(3,3)", "tp=range(3,3): an axis without a value; give one at least, as in tp=1,2"),
+    ("model=glob(x*)", "model=glob(x*): an axis without a value"),
     ("batch=[1", "is quoted: "),
     ("model=tinny", "Could not find 'model/tinny'"),
     ("hydra.foo=1", "Could not override 'hydra.foo'"),
