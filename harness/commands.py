@@ -104,21 +104,25 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
             try:
                 complete = _execute(run, functions or Functions(), compiled)
             except KeyboardInterrupt:
-                interrupted = True
-                print(f"interrupted; {AGAIN}", file=sys.stderr)
+                interrupted = _say_interrupted()
             except (StorageError, LockError) as error:
                 print(f"error: {error}", file=sys.stderr)
             try:
                 reported = report(run)
             except KeyboardInterrupt:
-                interrupted = True
+                interrupted = _say_interrupted()
             print(result_line(run), flush=True)
     finally:
-        # Last: one that is killed while it prints its tables is continued, to print them.
-        marked = complete and _mark_finished(run)
+        # Last: one that is ended while it prints its tables is continued, to print them.
+        marked = complete and not interrupted and _mark_finished(run)
         run.close()
     failed = any(run.counts().get(status) for status in FAILED)
     return 130 if interrupted else int(failed or not marked or not reported)
+
+
+def _say_interrupted() -> bool:
+    print(f"interrupted; {AGAIN}", file=sys.stderr)
+    return True
 
 
 def _mark_finished(run: RunFolder) -> bool:

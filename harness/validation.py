@@ -43,6 +43,8 @@ def validate(cfg: dict[str, Any]) -> None:
         _choice(name, _get(cfg, name), allowed)
     _finite(cfg, "")
     _ranges(cfg)
+    if not cfg["results_dir"]:  # a variable of the shell that is not set
+        raise SettingsError("results_dir=: give a folder, as in results_dir=results/runs")
     _workload(cfg)
     if cfg["measure"]["max_repeats"] < cfg["measure"]["min_repeats"]:
         raise SettingsError(

@@ -274,6 +274,7 @@ WRONG_VALUES = [
     ({"measure__rel_noise": 0.0}, "measure.rel_noise=0.0: give a value above 0"),
     ({"measure__point_timeout_s": 0}, "measure.point_timeout_s=0: give a value above 0"),
     ({"engine__memory_utilization": 1.5}, r"engine.memory_utilization=1.5: give a value in \(0, 1"),
+    ({"results_dir": ""}, "results_dir=: give a folder, as in results_dir=results/runs"),
     ({"engine__num_pages": 0}, "engine.num_pages=0: give at least 1"),
     ({"engine__max_num_seqs": 4, "batch": 16}, "engine.max_num_seqs=4: batch=16 needs at least 16"),
     (

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,39 @@ def test_the_mark_of_the_end_finds_no_room(
     assert json.loads(out.splitlines()[-1]) == first
     assert "3 of 3 points are there" in err
     assert (Path(first["run"]) / "finished.json").is_file()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """An interrupted command ignores signals until it has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_interrupt_while_tables_are_printed_leaves_them_to_the_same_command(
+    tmp_path: Path,
+    three: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And not a new sweep, which would measure all points once more."""
+
+    def interrupt(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.report.print_summary", interrupt)
+        assert run_points([three.points[0].cfg]) == 130
+    out, err = capsys.readouterr()
+    first = json.loads(out.splitlines()[-1])
+    assert first["ok"] == 3 and "interrupted; the same command continues this run" in err
+    assert run_points([three.points[0].cfg]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1]) == first and "3 of 3 points are there" in err
+    assert out.count("\nok ") == 3 and recorded("measured", tmp_path) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOLCK])
