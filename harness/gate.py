@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from harness.console import markdown_table
+from harness.marker import write_json
 from harness.variance import t_quantile
 from harness.verdict import BAND, CLAIM, Judgement, Repeats, Verdict, judge
 
@@ -140,6 +141,21 @@ def judge_pairs(base: Sample, head: Sample, floor: float) -> Judgement:
     return Judgement(verdict, reason, ratio, lo, hi, floor)
 
 
+def kept(base: Side, head: Side, lines: Iterable[Line]) -> Side:
+    """The baseline behind a comparison: what was compared stays, and so does what this run had too
+    few processes of or did not measure; what it knows first, or after a change, is the head's."""
+    compared = {line.name for line in lines if line.judgement is not None}
+    found = dict(head.samples)
+    for name, sample in base.samples.items():
+        new = head.samples.get(name)
+        fewer = new is None or (
+            new.workload == sample.workload and len(new.processes) <= len(sample.processes)
+        )
+        if name in compared or fewer:
+            found[name] = sample
+    return Side(found)
+
+
 def _obstacle(before: Sample | None, sample: Sample) -> str:
     if before is None:
         return "the base has no such benchmark"
@@ -189,23 +205,50 @@ def read_baseline(path: Path, machine: str) -> Side | None:
     """What the file holds of this machine; None if nothing, or if there is no file.
 
     Raises:
-        GateError: a file that no baseline was written to.
+        GateError: a file that cannot be read, or that no baseline was written to.
     """
-    try:
-        entry = json.loads(path.read_text(encoding="utf-8")).get(machine)
-        if entry is None:
-            return None
-        return Side({name: Sample(**sample) for name, sample in entry["benchmarks"].items()})
-    except FileNotFoundError:
+    entry = _entries(path).get(machine)
+    if entry is None:
         return None
+    try:
+        side = Side({name: Sample(**sample) for name, sample in entry["benchmarks"].items()})
+        rounds = [one for sample in side.samples.values() for one in sample.processes]
+        whole = all(sample.processes for sample in side.samples.values())
+        if not whole or not all(rounds) or not all(0 < s < math.inf for r in rounds for s in r):
+            raise ValueError("a benchmark without rounds, or a round that took no time")
+        return side
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise GateError(f"{path} is no baseline ({error!r}): give another file") from error
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """The file's entries by machine."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise GateError(f"{path} cannot be read ({error.strerror}): give another file") from error
+    except (ValueError, RecursionError) as error:
         raise GateError(f"{path} is no baseline ({error}): give another file") from error
+    if not isinstance(entries, dict):
+        raise GateError(f"{path} is no baseline (no object of machines): give another file")
+    return entries
 
 
 def write_baseline(path: Path, machine: str, side: Side, commit: str | None) -> None:
-    """Puts what was measured in the place of this machine's entry; those of others stay."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """Puts what was measured in the place of this machine's entry; those of others stay, and all of
+    them where this ends half way.
+
+    Raises:
+        GateError: the file cannot be read or written.
+    """
     samples = {name: asdict(sample) for name, sample in side.samples.items()}
-    kept[machine] = {"commit": commit, "benchmarks": samples}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    entries = _entries(path) | {machine: {"commit": commit, "benchmarks": samples}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dict(sorted(entries.items())))
+    except OSError as error:
+        raise GateError(
+            f"{path} cannot be written ({error.strerror}): give another file"
+        ) from error

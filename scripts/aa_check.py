@@ -9,9 +9,9 @@ run is in six of the 21, so one that is apart raises several.) Behind the first 
 engines wait after each step for a tenth of the step's time, which must be SLOWER wherever engines
 alike differ by clearly less than that (the floor of the comparison). Where they differ by more, a
 verdict cannot tell: up to --tries such pairs are measured until one can. All are printed. After
---minutes no further run begins. SETTINGs are those of the harness; the planted delay needs tp=1,
-and on a GPU engine.overlap=false. Prints markdown; exit status 0 if at most one comparison in
-twenty raised an alarm and the slow-down was found.
+--minutes no further run or pair begins. SETTINGs are those of the harness; the planted delay needs
+tp=1, and on a GPU engine.overlap=false. Prints markdown; exit status 0 if there was a comparison,
+at most one in twenty raised an alarm, and the slow-down was found.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ sys.path.insert(0, str(ROOT))
 
 from harness import cells, launcher, repeats  # noqa: E402
 from harness.__main__ import conf_folder  # noqa: E402
+from harness.arguments import count, positive  # noqa: E402
 from harness.commands import run_points  # noqa: E402
 from harness.compare import view  # noqa: E402
 from harness.console import markdown_table  # noqa: E402
 from harness.verdict import Judgement, Verdict  # noqa: E402
+from harness.words import quoted  # noqa: E402
 from harness.worker import Functions  # noqa: E402
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def measured(arguments: list[str], results: Path, functions: Functions) -> Path:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         status = launcher.run(
-            [*arguments, "resume=never", f"results_dir='{results}'"],
+            [*arguments, "resume=never", f"results_dir={quoted(str(results))}"],
             conf_folder(),
             lambda configs: run_points(configs, functions),
         )
@@ -121,18 +123,22 @@ def judged(
         f"{TELLS:.0%}, of {len(planted)} made.",
         markdown_table(["comparison", *headings], lines),
     ]
-    return "\n\n".join(parts), alarms <= len(alike) / 20 and 0 < len(able) == len(seen)
+    return "\n\n".join(parts), bool(alike) and alarms <= len(alike) / 20 and 0 < len(able) == len(
+        seen
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A/A comparisons and one planted slow-down.")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--tries", type=int, default=1, help="planted comparisons at most")
-    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--runs", type=count, default=7)
+    parser.add_argument("--engines", type=count, default=8)
+    parser.add_argument("--tries", type=count, default=1, help="planted comparisons at most")
+    parser.add_argument("--minutes", type=positive, default=1e9)
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     parser.add_argument("settings", nargs="*", help="of the harness, for instance model=qwen3-0.6b")
     options = parser.parse_args(argv)
+    if options.runs < 2:
+        parser.error(f"--runs {options.runs}: an A/A comparison needs 2")
     arguments = [*POINT, f"measure.n_process={options.engines}", "measure.min_repeats=6",
                  "measure.max_repeats=6", *options.settings]  # fmt: skip
     end = time.monotonic() + 60 * options.minutes
@@ -143,11 +149,14 @@ def main(argv: list[str] | None = None) -> int:
         def frame(functions: Functions) -> pd.DataFrame:
             return repeats.read(measured(arguments, folder, functions))
 
+        def in_time() -> bool:
+            return time.monotonic() < end
+
         frames = [frame(Functions())]
         planted = [cells.compare(frames[0], frame(slow))]
-        while len(planted) < options.tries and not can_tell(planted[-1]):
+        while len(planted) < options.tries and not can_tell(planted[-1]) and in_time():
             planted.append(cells.compare(frame(Functions()), frame(slow)))
-        while len(frames) < options.runs and time.monotonic() < end:
+        while len(frames) < options.runs and in_time():
             frames.append(frame(Functions()))
         alike = [cells.compare(a, b) for a, b in combinations(frames, 2)]
         text, as_it_must_be = judged(alike, planted, options.engines)

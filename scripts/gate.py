@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from harness import gate, hardware  # noqa: E402
+from harness.arguments import count, positive  # noqa: E402
+from harness.commits import accepted, find_base, work_tree  # noqa: E402
 from harness.gate import NOT_JUDGED, GateError, Side  # noqa: E402
 from tests.support.turns import take_turns  # noqa: E402
 
@@ -63,7 +65,7 @@ def measure(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
     ends = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         for place, (tree, own) in enumerate(zip(trees, arguments, strict=True)):
             report, said = (Path(scratch) / f"{place}.{name}" for name in ("json", "txt"))
             command = [
@@ -84,6 +86,8 @@ def measure(
                     command, cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, stdout=file,
                     stderr=subprocess.STDOUT, pass_fds=passed,
                 )  # fmt: skip
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # where this is ended; one that has ended is left alone
             if passed:
                 there.close()
             running.append((process, report, said))
@@ -91,7 +95,7 @@ def measure(
             take_turns(ends, partial(share_core, [process.pid for process, _, _ in running], pair))
         found: list[dict[str, Any] | GateError] = []
         for (process, report, said), tree in zip(running, trees, strict=True):
-            if process.wait() == 0:
+            if process.wait() == 0 and report.is_file():
                 found.append(json.loads(report.read_text()))
             else:
                 lines = said.read_text(errors="replace").splitlines()[-30:]
@@ -137,9 +141,9 @@ class Gate:
         begin = time.monotonic()
         names = [SUITE]
         for again in (False, True):
-            for count in range(processes):
+            for n in range(processes):
                 late = time.monotonic() - begin > self.seconds
-                if late and (not self.alarm if again else count):
+                if late and (not self.alarm if again else n):
                     break
                 self._measure([*names, *self.arguments])
                 if self.obstacle:  # nothing to be compared with
@@ -174,65 +178,6 @@ class Gate:
         return any(line.slower for line in self.lines() if line.bare not in self.accepted)
 
 
-# -- what to compare with -------------------------------------------------------------------------
-
-
-def git(root: Path, *arguments: str) -> str:
-    """What git prints; GateError where it fails, or is not there."""
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except OSError as error:
-        raise GateError(f"git: {error}") from error
-    except subprocess.CalledProcessError as error:
-        raise GateError(f"git {arguments[0]}: {error.stderr.strip()}") from error
-    return done.stdout.strip()
-
-
-def find_base(root: Path, asked: str | None) -> str:
-    """The commit to compare with: the one asked for, else HEAD where tracked files are changed,
-    else HEAD's first parent.
-
-    Raises:
-        GateError: there is none.
-    """
-    if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
-        raise GateError("this tree is no git work tree of its own")
-    why = "a first commit, or a shallow clone: fetch one commit more"
-    if asked is None:
-        asked = "HEAD" if git(root, "status", "--porcelain", "-uno") else "HEAD^"
-    else:
-        why = "--base: fetch it, or correct the name"
-    try:
-        return git(root, "rev-parse", "--verify", "--quiet", f"{asked}^{{commit}}")
-    except GateError:
-        raise GateError(f"{asked} is not here ({why})") from None
-
-
-def accepted(root: Path) -> frozenset[str]:
-    """Benchmarks of which HEAD's message says `Slower: NAME`, each on a line of its own."""
-    return frozenset(re.findall(r"(?m)^Slower: (\S+)", git(root, "log", "-1", "--format=%B")))
-
-
-@contextmanager
-def work_tree(root: Path, commit: str) -> Iterator[Path]:
-    """A work tree of the commit, removed at the end.
-
-    Raises:
-        GateError: git cannot make one.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        tree = Path(scratch) / commit[:10]
-        git(root, "worktree", "add", "--detach", "--quiet", str(tree), commit)
-        try:
-            yield tree
-        finally:
-            git(root, "worktree", "remove", "--force", str(tree))
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-
 def against_parent(options: argparse.Namespace) -> Gate:
     found = Gate(
         ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
@@ -256,7 +201,8 @@ def against_parent(options: argparse.Namespace) -> Gate:
 
 def against_baseline(options: argparse.Namespace) -> Gate:
     path, machine = options.baseline, gate.machine_key()
-    known = None if options.record else gate.read_baseline(path, machine)
+    known = gate.read_baseline(path, machine)  # with --record too: it raises before hours of work
+    known = None if options.record else known
     found = Gate(
         ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
         options.arguments, base=known or Side(),
@@ -264,24 +210,27 @@ def against_baseline(options: argparse.Namespace) -> Gate:
     found.run(options.processes)
     if known is None:
         found.obstacle = f"{path} had nothing of this machine ({machine})"
-    kept = {line.name: found.base.samples[line.name] for line in found.lines() if line.judgement}
-    gate.write_baseline(path, machine, Side({**found.head.samples, **kept}), hardware.git()["sha"])
+    side = gate.kept(found.base, found.head, found.lines())
+    gate.write_baseline(path, machine, side, hardware.git()["sha"])
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Judges this tree's benchmarks against its base.")
-    parser.add_argument("--base", metavar="REV", help="compare with this commit")
-    parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with a file instead")
+    bases = parser.add_mutually_exclusive_group()
+    bases.add_argument("--base", metavar="REV", help="compare with this commit")
+    bases.add_argument("--baseline", type=Path, metavar="FILE", help="compare with a file instead")
     parser.add_argument("--record", action="store_true", help="with --baseline: replace it")
-    parser.add_argument("--processes", type=int, default=5, help="of each side")
+    parser.add_argument("--processes", type=count, default=5, help="of each side")
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="start no process later but for an alarm"
+        "--seconds", type=positive, default=1e9, help="start no process later but for an alarm"
     )
-    parser.add_argument("--floor", type=float, default=gate.FLOOR, help="slow-down that counts")
+    parser.add_argument("--floor", type=positive, default=gate.FLOOR, help="slow-down that counts")
     parser.add_argument("--timer", help="time.process_time or time.perf_counter")
     parser.add_argument("arguments", nargs="*", help="for pytest, after --")
     options = parser.parse_args(argv)
+    if options.record and not options.baseline:
+        parser.error("--record: of which file? give --baseline FILE")
     try:
         found = against_baseline(options) if options.baseline else against_parent(options)
     except GateError as error:
@@ -295,5 +244,12 @@ def main(argv: list[str] | None = None) -> int:
     return int(found.alarm)
 
 
+def end_in_order() -> None:
+    """A SIGTERM, as of a CI job that is cancelled, ends what runs and takes the work tree out of
+    the repository, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_in_order()
     raise SystemExit(main())

@@ -21,9 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gate import ROOT, Gate, default_timer, git, work_tree
+from gate import ROOT, Gate, default_timer
 
 from harness import hardware
+from harness.commits import git, work_tree
 from harness.console import markdown_table
 from harness.gate import FLOOR, Line
 from harness.verdict import Verdict

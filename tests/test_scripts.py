@@ -84,6 +84,41 @@ def test_a_noisy_comparison_proves_nothing(
     assert said in text
 
 
+@pytest.mark.parametrize(("spread", "told"), [(0.004, "1 of 1"), (0.2, "0 of 0")])
+def test_no_comparison_shows_nothing(
+    spread: float,
+    told: str,
+    check: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The time is up behind the first pair, which no further one follows then."""
+    made: list[str] = []
+
+    def measured(arguments: list[str], results: Path, functions: object) -> Path:
+        made.append(str(functions))
+        folder = results / f"run-{len(made)}"
+        centre = 90.0 if "slowed" in made[-1] else 100.0
+        steady = {"between": spread, "within": 0.01, "centre": centre}
+        write_cell(folder, noisy(5, 6, seed=len(made), **steady))
+        return folder
+
+    monkeypatch.setattr(check, "measured", measured)
+    assert check.main(["--minutes=1e-9", "--tries=3", f"--keep={tmp_path}"]) == 1
+    out = capsys.readouterr().out
+    assert "0 of 0 A/A comparisons raised an alarm" in out and f"was found in {told}" in out
+    assert len(made) == 2
+    for word, why in (
+        ("--runs=1", "--runs 1: an A/A comparison needs 2"),
+        ("--runs=0", "--runs: 0: give a whole number above 0"),
+        ("--minutes=nan", "--minutes: nan: give a number above 0"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check.main([word])
+        assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
 def test_the_planted_backend_is_made_as_a_session_makes_it(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

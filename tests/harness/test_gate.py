@@ -18,6 +18,7 @@ from harness.gate import (
     Side,
     judge_pairs,
     judged,
+    kept,
     machine_key,
     read_baseline,
     table,
@@ -147,9 +148,52 @@ def test_a_baseline_of_another_machine_is_none_and_stays(tmp_path: Path) -> None
     assert read_baseline(path, "here") == ours
     assert read_baseline(path, "there") == theirs
     assert json.loads(path.read_text())["here"]["commit"] == "c2"
-    path.write_text("[1]")
-    with pytest.raises(GateError, match=r"baseline.json is no baseline .* give another file"):
+    assert [one.name for one in path.parent.iterdir()] == ["baseline.json"]
+    path.write_text(path.read_text()[:-9])  # cut off, as by a full disk
+    cut = path.read_text()
+    for use in (lambda: read_baseline(path, "here"), lambda: write_baseline(path, "x", ours, "c")):
+        with pytest.raises(GateError, match=r"baseline.json is no baseline .* give another file"):
+            use()
+    assert path.read_text() == cut
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        '{"here": 1}',
+        '{"here": {"benchmarks": {"a": 1}}}',
+        '{"here": {"benchmarks": {"a": {"workload": "w", "processes": []}}}}',
+        '{"here": {"benchmarks": {"a": {"workload": "w", "processes": [[]]}}}}',
+        '{"here": {"benchmarks": {"a": {"workload": "w", "processes": [["1"]]}}}}',
+        '{"here": {"benchmarks": {"a": {"workload": "w", "processes": [[0.0]]}}}}',
+        None,
+    ],
+)
+def test_what_is_no_baseline_is_an_error_before_anything_is_measured(
+    tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.mkdir() if text is None else path.write_text(text)
+    what = "cannot be read" if text is None else "is no baseline"
+    with pytest.raises(GateError, match=rf"baseline.json {what} \(.*\): give another file"):
         read_baseline(path, "here")
+
+
+def test_a_baseline_keeps_what_a_run_measured_too_little_of_or_not_at_all() -> None:
+    """Else a run of some benchmarks (-k), or one that was short of time, lets the next one pass."""
+    whole, few = [[1.0, 2.0]] * 4, [[3.0, 4.0]]
+    base = side({"compared": whole, "few": whole, "not run": whole})
+    measured = {"compared": [[3.0, 4.0]] * 4, "few": few, "new": few}
+    head = Side({name: Sample("w", rounds) for name, rounds in measured.items()})
+    found = kept(base, head, judged(base, head, paired=False)).samples
+    assert {name: sample.processes for name, sample in found.items()} == {
+        "compared": whole, "few": whole, "not run": whole, "new": few,
+    }  # fmt: skip
+    changed = side({"few": few}, workload="changed")
+    assert kept(base, changed, judged(base, changed)).samples["few"].processes == few
+    more = kept(side({"few": few}), base, judged(side({"few": few}), base)).samples
+    assert more["few"].processes == whole
 
 
 def test_a_machine_is_its_hardware_driver_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
