@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ def prebuilding(config: ResolvedConfig, shape: ModelShape, rank: int) -> Iterato
     What fails is logged and left to the launch that needs it.
     """
     built = _said_to_be_built(config, shape, rank)
-    if built.exists():
+    if os.path.exists(built):  # False, too, where it may not be asked
         yield
         return
     enter = partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -88,7 +89,7 @@ def prebuilding(config: ResolvedConfig, shape: ModelShape, rank: int) -> Iterato
             wait(builds)
             for build in builds:
                 build.result()
-            built.touch()
+            _say_built(built)
         except Exception:
             logger.warning("kernels are built as they are launched", exc_info=True)
     finally:  # after an error or Ctrl-C what has not begun would run before the process ends
@@ -105,6 +106,15 @@ def _said_to_be_built(config: ResolvedConfig, shape: ModelShape, rank: int) -> P
     for file in files:
         digest.update(file.read_bytes())
     return Path(triton.knobs.cache.dir) / f"rangefinder-{digest.hexdigest()[:32]}"
+
+
+def _say_built(file: Path) -> None:
+    """For the next start. There is no folder yet where a rank has no kernels of its own."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        logger.warning("%s: %s; every start looks for its kernels", file, error.strerror)
 
 
 @torch.inference_mode()
