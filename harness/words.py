@@ -7,6 +7,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ IsGroup = Callable[[str], bool]
 def groups(loader: ConfigLoader, config_dir: Path | None) -> IsGroup:
     """The groups of conf/, and those of one's own, which Hydra's loader does not list."""
 
+    @cache  # Hydra copies all it has read at each question: 10 ms, asked for each word of a point
     def is_group(key: str) -> bool:
         own = config_dir is not None and (config_dir / key).is_dir()
         return own or bool(loader.get_group_options(key))

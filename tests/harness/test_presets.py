@@ -201,3 +201,21 @@ def test_the_base_alone_and_the_printed_configuration_have_the_presets(
 def test_the_hand_made_points_of_other_tests_are_what_is_composed() -> None:
     assert asdict(BenchConfig())["measure"] == composed()[0]["measure"]
     assert resolve(config(), CPU) == resolve(composed()[0], CPU)
+
+
+def test_hydra_is_asked_once_for_each_name_however_many_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It copies all files it has read at each question: 10 ms a word, 20 s for 300 points."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+    asked: list[str] = []
+    plain = ConfigLoaderImpl.get_group_options
+
+    def counted(self: ConfigLoaderImpl, group_name: str, *more: Any, **options: Any) -> list[str]:
+        asked.append(group_name)
+        return plain(self, group_name, *more, **options)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "get_group_options", counted)
+    assert [cfg["batch"] for cfg in composed("batch=range(1,8)", "tp=1")] == [*range(1, 8)]
+    assert asked.count("batch") == asked.count("tp") == 1
