@@ -146,10 +146,10 @@ def collect(arguments: Sequence[str]) -> int:
         return 2
     from harness import export, merged, repeats, report
     from harness.console import stdout
-    from harness.fanout.runs import is_fan_out, runs_below
+    from harness.fanout.runs import expanded
     from harness.store import NoRunError, StoreError
 
-    runs = [run for one in folders for run in (runs_below(one) if is_fan_out(one) else [one])]
+    runs = expanded(folders)
     for run in runs:
         if not (run / "plan.json").is_file():
             print(f"collect: {run} is no run folder (it has no plan.json){_below(run)}",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import schema
+from harness.fanout.runs import runs_below
 from harness.marker import worst_status
 from harness.report import RANKED
 from harness.store import NoRunError, Results, StoreError
@@ -34,11 +35,6 @@ class Merged(Results):
         self.notes = notes
         self._owners = owners
 
-    def narrowed(self, tables: Sequence[str], columns: Sequence[str] | None) -> Merged:
-        """The same with these tables, and these columns of them, alone."""
-        self._tables, self._columns = tuple(tables), columns
-        return self
-
     def folders(self) -> list[Path]:
         """One, since a point has one id in all of them."""
         return self.runs[:1]
@@ -61,11 +57,9 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
 
     Raises:
         MachinesDiffer: figures of several machines, unless `across_machines`.
-        StoreError: no folder, one that is no run, or a damaged file.
+        StoreError: a folder that is no run, or a damaged file.
     """
     runs = list(dict.fromkeys(run.resolve() for run in runs))
-    if not runs:
-        raise NoRunError("no run to read: where it is a fan-out, no job has planned its points yet")
     if len(runs) == 1:  # nothing to choose from
         return Merged(runs, None, [])
     plans = {run: _plan(run) for run in runs}
@@ -97,6 +91,22 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
             said = ", ".join(f"{run.name} ({status})" for run, status in statuses.items())
             notes.append(f"point {point_id} is in {said}; taken from {owners[point_id].name}")
     return Merged(runs, owners, notes)
+
+
+def of_fan_out(folder: Path, tables: Sequence[str], columns: Sequence[str] | None) -> Merged:
+    """The runs of a fan-out's jobs as one, which stands where the fan-out does; of several machines
+    too. `tables` and `columns` as for `store.load`.
+
+    Raises:
+        NoRunError: no job has planned its points yet.
+        StoreError: a damaged file.
+    """
+    runs = runs_below(folder)
+    if not runs:
+        raise NoRunError(f"{folder}: no job has planned its points yet; read it when one has")
+    found = merge(runs, across_machines=True)
+    found.run_dir, found._tables, found._columns = folder, tuple(tables), columns
+    return found
 
 
 def _rank(status: str) -> int:

@@ -11,7 +11,7 @@ from harness import schema
 from harness.arrow import NoRunError as NoRunError
 from harness.arrow import StoreError as StoreError
 from harness.arrow import arrow_schema, check_version, damaged, pandas_type
-from harness.fanout.runs import is_fan_out, runs_below, runs_in
+from harness.fanout.runs import expanded, is_fan_out, runs_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,8 +114,7 @@ class Results:
 
     def folders(self) -> list[Path]:
         """The folder itself if it is a run's, else the runs in it, those of fan-outs as well."""
-        found = runs_in(self.run_dir)
-        return [r for one in found for r in (runs_below(one) if is_fan_out(one) else [one])]
+        return expanded(runs_in(self.run_dir))
 
     def table(self, name: str, columns: Iterable[str] | None = None) -> pd.DataFrame:
         """The rows of all points; `columns` in the order given. A column that came into the
@@ -283,15 +282,16 @@ def load(
         NoRunError: no such folder, or a fan-out without a run.
         KeyError: no such table.
     """
-    if not (path := Path(run_dir)).is_dir():
+    path = Path(run_dir)
+    if not path.is_dir():
         raise NoRunError(f"{path}: no such run folder")
     chosen = list(tables) if tables is not None else list(schema.TABLES)
     for name in chosen:
         schema.column(name, "point_id")
     if is_fan_out(path):
-        from harness.merged import merge
+        from harness.merged import of_fan_out
 
-        return merge(runs_below(path), across_machines=True).narrowed(chosen, columns)
+        return of_fan_out(path, chosen, columns)
     return Results(path, chosen, columns)
 
 

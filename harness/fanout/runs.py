@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from harness.leftovers import is_finished
@@ -17,6 +18,11 @@ def is_fan_out(folder: Path) -> bool:
 def runs_below(folder: Path) -> list[Path]:
     """The run of each job of a fan-out that counts."""
     return [run for job in sorted(folder.glob("job-*")) for run in that_counts(job)]
+
+
+def expanded(folders: Iterable[Path]) -> list[Path]:
+    """The folders, with its runs in the place of a fan-out."""
+    return [run for one in folders for run in (runs_below(one) if is_fan_out(one) else [one])]
 
 
 def runs_of(job: Path) -> list[Path]:

@@ -63,6 +63,19 @@ def test_alone_and_in_steps_side_by_side(run: Path) -> None:
     assert math.isnan(gather["ratio"]) and gather["reason"] == "not calibrated with 2 ranks"
 
 
+def test_a_fan_outs_calibration_is_beside_the_folder_that_it_stands_in(run: Path) -> None:
+    """`calibrate` writes there, and not below the fan-out."""
+    whole = run.parent / "fan-out"
+    (whole / "job-000").mkdir(parents=True)
+    (whole / "jobs.json").write_text("{}")
+    (run / "plan.json").write_text("{}")
+    moved = run.rename(whole / "job-000" / "run")
+    calibrate(whole, alone("all_reduce", REDUCED, 8.0))
+    assert summary(load(whole))["ratio"].max() == 1.25
+    with pytest.raises(ExperimentError, match="holds no calibrated collective"):
+        summary(load(moved))
+
+
 def test_a_size_between_two_is_read_off_the_curve(run: Path) -> None:
     calibrate(run, alone("all_reduce", REDUCED // 2, 4.0), alone("all_reduce", REDUCED * 2, 16.0))
     row = summary(load(run)).set_index("bytes").loc[REDUCED]
