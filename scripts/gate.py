@@ -202,14 +202,16 @@ def against_parent(options: argparse.Namespace) -> Gate:
 def against_baseline(options: argparse.Namespace) -> Gate:
     path, machine = options.baseline, gate.machine_key()
     known = gate.read_baseline(path, machine)  # with --record too: it raises before hours of work
-    known = None if options.record else known
+    why = f"{path} had nothing of this machine ({machine})"
+    if options.record and known is not None:
+        known, why = None, f"--record replaced what {path} had of this machine ({machine})"
     found = Gate(
         ROOT, None, options.timer or default_timer(), options.floor, options.seconds,
         options.arguments, base=known or Side(),
     )  # fmt: skip
     found.run(options.processes)
     if known is None:
-        found.obstacle = f"{path} had nothing of this machine ({machine})"
+        found.obstacle = why
     side = gate.kept(found.base, found.head, found.lines())
     gate.write_baseline(path, machine, side, hardware.git()["sha"])
     return found

@@ -233,7 +233,8 @@ def test_a_baseline_belongs_to_a_machine(
     assert set(json.loads(path.read_text())) == {"this", "another"}
     monkeypatch.setattr(judging, "machine_key", lambda: "this")
     status, said = gate(one, "--record")
-    assert status == 0 and "recorded, not judged" in said
+    assert status == 0
+    assert f"recorded, not judged: --record replaced what {path} had of this machine" in said
     status, said = gate(one)
     assert status == 0 and said.count("| SAME |") == 2
 
