@@ -74,8 +74,8 @@ def prebuilding(config: ResolvedConfig, shape: ModelShape, rank: int) -> Iterato
 
     What fails is logged and left to the launch that needs it.
     """
-    built = _said_to_be_built(config, shape, rank)
-    if os.path.exists(built):  # False, too, where it may not be asked
+    mark = _mark_path(config, shape, rank)
+    if os.path.exists(mark):  # False, too, where it may not be asked
         yield
         return
     enter = partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -89,15 +89,16 @@ def prebuilding(config: ResolvedConfig, shape: ModelShape, rank: int) -> Iterato
             wait(builds)
             for build in builds:
                 build.result()
-            _say_built(built)
+            _leave_mark(mark)
         except Exception:
             logger.warning("kernels are built as they are launched", exc_info=True)
     finally:  # after an error or Ctrl-C what has not begun would run before the process ends
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _said_to_be_built(config: ResolvedConfig, shape: ModelShape, rank: int) -> Path:
-    """The file in Triton's cache, named after all that decides which kernels there are."""
+def _mark_path(config: ResolvedConfig, shape: ModelShape, rank: int) -> Path:
+    """The file that says that Triton's cache holds a rank's kernels, named after all that decides
+    which they are."""
     import triton
 
     files = sorted(Path(__file__).parent.rglob("*.py"))
@@ -108,7 +109,7 @@ def _said_to_be_built(config: ResolvedConfig, shape: ModelShape, rank: int) -> P
     return Path(triton.knobs.cache.dir) / f"rangefinder-{digest.hexdigest()[:32]}"
 
 
-def _say_built(file: Path) -> None:
+def _leave_mark(file: Path) -> None:
     """For the next start. There is no folder yet where a rank has no kernels of its own."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -186,12 +186,12 @@ def labels(
     ]  # fmt: skip
 
 
-def lines(names: Sequence[str], *, panels: int = 1, each: float = 0.32) -> tuple[Any, Any]:
-    """(figure, its axes) with a line `each` inches high for each name, first one on top. As wide as
-    the longest name needs, that the panels keep 5 inches each."""
+def lines(names: Sequence[str], *, panels: int = 1) -> tuple[Any, Any]:
+    """(figure, its axes) with a line for each name, first one on top. As wide as the longest name
+    needs, so that each panel keeps 5 inches."""
     from matplotlib.figure import Figure
 
-    size = 5 * panels + 0.06 * max(map(len, names), default=0), 1.3 + each * len(names)
+    size = 5 * panels + 0.06 * max(map(len, names), default=0), 1.3 + 0.32 * len(names)
     drawing = Figure(figsize=size, layout="constrained")
     axes = drawing.subplots(1, panels, sharey=True, squeeze=False)[0]
     axes[0].set_yticks(range(len(names)), names, fontsize=7)

@@ -99,7 +99,7 @@ def verdict(frame: pd.DataFrame) -> Finding:
     if shares.isna().all():
         text = "no collective was timed" if len(shares) else "one rank has no communication"
     if over := int((frame["comm_share"] > 1).sum()):
-        text += f" ({over} above all of it: waiting differed between its pass and the clean one)"
+        text += f" ({over} above all of it: collectives are timed in another pass than the step)"
     if summed.empty:
         why = "; ".join(dict.fromkeys(frame["reason"].dropna()))
         return Finding(None, f"{text}; no step has all its parts: {why}")
@@ -121,7 +121,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     drawing, (ax,) = lines(labels(drawn, COLUMNS, ("process", "rank")))
     left, places = [0.0] * len(drawn), range(len(drawn))
     for name in PARTS:
-        widths = (drawn[name].astype(float).fillna(0.0) / drawn["step_us"] * 100).to_list()
+        widths = (drawn[name].fillna(0.0) / drawn["step_us"] * 100).to_list()
         ax.barh(places, widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     ax.axvline(100, color="black", linewidth=0.8)

@@ -125,9 +125,7 @@ def verdict(frame: pd.DataFrame) -> Finding:
     """The claim holds where the interaction's interval lies below 1 in every row of DECIDES."""
     rows = frame[(frame["metric"] == DECIDES) & frame["interaction"].notna()]
     below = [
-        Interval(r["interaction"], _nan(r["interaction_lo"]), _nan(r["interaction_hi"])).within(
-            0, 1
-        )
+        Interval(r["interaction"], r["interaction_lo"], r["interaction_hi"]).within(0, 1)
         for _, r in rows.iterrows()
     ]
     text = (
@@ -141,10 +139,6 @@ def verdict(frame: pd.DataFrame) -> Finding:
         text += f"; of {below.count(None)} no interval tells"
     holds = False if False in below else True if below and all(below) else None
     return Finding(holds, text)
-
-
-def _nan(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:

@@ -211,11 +211,14 @@ def verdict(frame: pd.DataFrame) -> Finding:
         if len(free)
         else "counts and NVTX ranges were not measured beside another plain pass"
     )
-    parts: list[bool | None] = [False if not within.all() else None]
-    if len(free) and within.all() and (noise <= NOISE).all():
-        parts = [True]
-    elif len(free) and within.all():
-        text += f": above {NOISE:.0%} it hides what is looked for"
+    parts: list[bool | None] = []
+    if not within.all():
+        parts.append(False)
+    elif len(free) and (noise <= NOISE).all():
+        parts.append(True)
+    else:
+        parts.append(None)
+        text += f": above {NOISE:.0%} it hides what is looked for" if len(free) else ""
     if len(stamps) and len(events):
         parts.append(bool(events.min() > stamps.max()))
         text += (
@@ -239,11 +242,11 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     names = [a + b for a, b in zip(labels(drawn, COLUMNS), methods, strict=True)]
     places = range(len(drawn))
     drawing, (costs, reads) = lines(names, panels=2)
-    costs.barh(places, drawn["noise_us"].astype(float).fillna(0.0), color="0.85", label="noise")
-    costs.barh(places, drawn["cost_us"].astype(float).fillna(0.0), height=0.4, label="cost")
+    costs.barh(places, drawn["noise_us"].fillna(0.0), color="0.85", label="noise")
+    costs.barh(places, drawn["cost_us"].fillna(0.0), height=0.4, label="cost")
     costs.set_xlabel("us a step, host")
     costs.legend(fontsize=7)
-    reads.barh(places, drawn["reads_us"].astype(float).fillna(0.0), height=0.4)
+    reads.barh(places, drawn["reads_us"].fillna(0.0), height=0.4)
     reads.set_xlabel("us that it says of an all-reduce")
     drawing.savefig(path, dpi=120)
 

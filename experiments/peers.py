@@ -141,7 +141,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
         own = rows[rows[f"{peer}_ratio"].notna()]
         if own.empty:
             continue
-        ratio = own[f"{peer}_ratio"].astype(float)
+        ratio = own[f"{peer}_ratio"]
         bars = error_bars(ratio, own[f"{peer}_lo"], own[f"{peer}_hi"])
         ax.errorbar(own.index + 0.1 * place, ratio, yerr=bars, fmt="o", capsize=3, label=peer)
     ax.axhline(1, color="0.5", linewidth=0.8)

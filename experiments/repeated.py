@@ -92,4 +92,4 @@ def gain(found: Judgement, metric: str) -> dict[str, float | None]:
 
 def error_bars(value: pd.Series, lo: pd.Series, hi: pd.Series) -> list[pd.Series]:
     """Lengths below and above, as matplotlib takes them; 0 where an interval has no end."""
-    return [side.astype(float).fillna(0).clip(lower=0) for side in (value - lo, hi - value)]
+    return [side.fillna(0).clip(lower=0) for side in (value - lo, hi - value)]

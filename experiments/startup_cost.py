@@ -191,11 +191,11 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     drawing, (ax,) = lines(labels(drawn, COLUMNS, ("compile", "enforce_eager", "compiled_code")))
     left, places = np.zeros(len(drawn)), range(len(drawn))
     for phase in PHASES:
-        widths = drawn[f"{phase}_s"].astype(float).fillna(0.0).to_numpy()
+        widths = drawn[f"{phase}_s"].fillna(0.0).to_numpy()
         ax.barh(places, widths, left=left, label=phase)
         left = left + widths
     for place, (end, tokens) in enumerate(zip(left, drawn["break_even_tokens"], strict=True)):
-        if tokens is not None and tokens > 0:
+        if tokens > 0:
             ax.text(end, place, f" {tokens:,.0f} tokens", va="center", fontsize=7)
     ax.margins(x=0.2)  # room for the tokens behind the longest bar
     ax.set_xlabel("s from process start to ready; then the tokens that earn it")

@@ -131,7 +131,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 def _check(file: Path, frame: pd.DataFrame) -> None:
     """That each value is one that `csv` writes, so that an edited or damaged file is an error that
-    names the line and no verdict.
+    names the row, and no verdict.
 
     Raises:
         StoreError: it is not.

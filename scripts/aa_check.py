@@ -123,9 +123,8 @@ def judged(
         f"{TELLS:.0%}, of {len(planted)} made.",
         markdown_table(["comparison", *headings], lines),
     ]
-    return "\n\n".join(parts), bool(alike) and alarms <= len(alike) / 20 and 0 < len(able) == len(
-        seen
-    )
+    quiet, found = alarms <= len(alike) / 20, 0 < len(able) == len(seen)
+    return "\n\n".join(parts), bool(alike) and quiet and found
 
 
 def main(argv: list[str] | None = None) -> int:

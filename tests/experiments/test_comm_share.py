@@ -156,7 +156,7 @@ def test_one_ranks_share_of_none_is_no_part_of_the_range(tmp_path: Path) -> None
     both = EXPERIMENT.verdict(pd.concat([frame, alone], ignore_index=True)).text
     assert both.startswith("communication is ") and "0.0%" not in both.split(";")[0]
     over = EXPERIMENT.verdict(frame.assign(comm_share=[0.5, 1.2])).text
-    assert over.startswith("communication is 50.0% to 120.0% of a step (1 above all of it: waiting")
+    assert over.startswith("communication is 50.0% to 120.0% of a step (1 above all of it: coll")
     assert EXPERIMENT.verdict(alone).text.startswith("one rank has no communication")
 
 
