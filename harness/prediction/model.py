@@ -3,11 +3,11 @@
     step = max(r x weights / (tp x read bandwidth), m x operations / (tp x matmul rate))
            + r x (K/V + logits) / (tp x read bandwidth) + l x layers + collectives
 
-Products read each weight once and do 2 x batch operations with it, so all of a step's are bound by
-the same of the two (Williams, Waterman, Patterson, "Roofline", CACM 2009); attention is bound by
-reading K and V. The rates and the collectives' skew-free times are this machine's calibration; r, m
-and l are fitted (1/r and 1/m are the efficiencies against those rates, l the microseconds that a
-layer costs beyond them: launches, hand-overs between kernels, norms).
+Each product reads its weight once and does 2 x batch operations with it, so in one step all of them
+are bound by the same of the two (Williams, Waterman, Patterson, "Roofline", CACM 2009); attention
+is bound by reading K and V. The rates and the collectives' skew-free times are this machine's
+calibration; r, m and l are fitted (1/r and 1/m are the efficiencies against those rates, l the
+microseconds that a layer costs beyond them: launches, hand-overs between kernels, norms).
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Fit:
     layers: float
 
     def terms_us(self, parts: Parts) -> dict[str, float]:
-        """What each term adds to the step, collectives included. Of the products there is one that
-        binds them: `read` holds the weights, or `matmul` is not 0."""
+        """What each term adds to the step, collectives included. What binds the products holds
+        them: `read`, with the weights, or `matmul`, which is 0 otherwise."""
         computes = self.matmul * parts.matmul > self.read * parts.weights
         factors = (self.read, self.matmul, self.layers)
         found = {
