@@ -32,10 +32,12 @@ def refuse_device_axis(given: Override | None, params: Any, launcher: str) -> No
 
 
 def refuse_empty(overrides: Sequence[Override]) -> None:
-    """Of an axis without a value there is no point, and nothing to run or to say."""
+    """Raises:
+    SettingsError: an axis without a value, which has no point to run.
+    """
     for one in overrides:
         if one.is_discrete_sweep() and not list(one.sweep_string_iterator()):
+            key = one.get_key_element()
             raise SettingsError(
-                f"{one.input_line}: an axis without a value; give one at least, as in "
-                f"{one.get_key_element()}=1,2"
+                f"{one.input_line}: an axis without a value; give one at least, as in {key}=A,B"
             )
