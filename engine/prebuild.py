@@ -81,14 +81,18 @@ def prebuilding(config: ResolvedConfig, shape: ModelShape, rank: int) -> Iterato
     enter = partial(torch.cuda.set_device, torch.cuda.current_device())
     threads = min(8, config.threads_per_rank)
     pool = ThreadPoolExecutor(threads, "prebuild", initializer=enter)
-    begun = pool.submit(lambda: [pool.submit(f) for f in first_launches(config, shape, rank)])
+    begun = pool.submit(
+        lambda: {pool.submit(build): build for build in first_launches(config, shape, rank)}
+    )
     try:
         yield
         try:
             builds = begun.result()
             wait(builds)
-            for build in builds:
-                build.result()
+            # What failed is tried alone: CPython 3.11 counts the depth of syntax trees for all
+            # threads together, so that one of several that parse at once may fail (SystemError).
+            for build in [build for done, build in builds.items() if done.exception()]:
+                build()
             _leave_mark(mark)
         except Exception:
             logger.warning("kernels are built as they are launched", exc_info=True)

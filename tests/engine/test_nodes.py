@@ -166,6 +166,7 @@ def test_a_rank_runs_where_it_was_put(
 ) -> None:
     """Rank 0 of its engine, whose first GPU is number 0, and GPU 3 is the current one."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(runner, "Qwen3ForCausalLM", stop)
     with pytest.raises(Stopped) as stopped:
         runner.Runner(*on_gpus, SoloCommunicator())
