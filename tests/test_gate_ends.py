@@ -94,3 +94,28 @@ def test_benchmarks_that_are_only_listed_are_no_measurement(
     words = ["--baseline=no-file", "--timer=clock.now", "--", "--collect-only"]
     assert script.main(words) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_benchmark_that_takes_no_turns_is_refused(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On the head's side an error that names it, on the base's what keeps the gate from judging."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    repo = make(tmp_path / "repo")
+    monkeypatch.setattr(script, "ROOT", repo)
+    own = "import product\ndef test_own(benchmark):\n    benchmark(product.step)\n"
+    commit(repo, "own", **{"tests/benchmarks/test_b.py": own})
+    words = ["--processes=1", "--timer=clock.now"]
+    told = "a benchmark here takes the fixture measure, not benchmark: measure(function, setup="
+    assert script.main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and told in said.err and "test_b.py::test_own" in said.err
+    mended = own.replace("(benchmark", "(measure").replace("    benchmark", "    measure")
+    commit(repo, "mended", **{"tests/benchmarks/test_b.py": mended})
+    assert script.main(words) == 0
+    said = capsys.readouterr()
+    assert "recorded, not judged: the base's benchmarks failed: " in said.out and told in said.out
+    assert "| test_own | 1,000 | - | - | - |" in said.out
