@@ -23,6 +23,7 @@ DEFAULT = ("output_tok_s", "tpot", "step_us")
 HOW = ("measure", "instrument", "timing")
 """Settings, and their sections, that say how a point is measured and not what; two runs may differ
 in one of them, unless a run sweeps it."""
+LIMIT = "engine.max_num_seqs"
 CLOCKS = 0.02
 """Median SM clocks of the two sides may differ by this much."""
 
@@ -115,9 +116,10 @@ def compare(
     only_a, only_b = _lonely(sides[0], sides[1], shown), _lonely(sides[1], sides[0], shown)
     both = [key for key in sides[0] if key in sides[1]]
     if not both:
-        raise Refused(
-            f"no cell is in both; A has {'; '.join(only_a[:3])}; compare runs of the same settings"
-        )
+        text = f"no cell is in both; A has {'; '.join(only_a[:3])}; compare runs of equal settings"
+        if f"(nearest: {LIMIT}=" in text:
+            text += f" ({LIMIT} that nobody gave is a sweep's largest batch: give it to both)"
+        raise Refused(text)
     cells: list[Cell] = []
     notes: list[str] = []
     for key in both:

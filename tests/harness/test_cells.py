@@ -70,8 +70,24 @@ def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     a, b = both(tmp_path)
     write_cell(a, STEADY, workload__output_tokens=5)
     write_cell(b, ALIKE, workload__output_tokens=6)
-    with pytest.raises(Refused, match=r"no cell is in both; A has .*output_tokens=6, not 5"):
+    with pytest.raises(Refused, match=r"is in both; A has .*output_tokens=6, not 5") as said:
         compared(a, b)
+    assert "max_num_seqs" not in str(said.value)
+
+
+def test_sweeps_of_other_batches_are_told_what_sets_them_apart(tmp_path: Path) -> None:
+    """Who sweeps batch=1,4 after batch=1,4,16 has given no limit, but each sweep has its own."""
+    a, b = both(tmp_path)
+    write_cell(a, STEADY, batch=4)
+    write_cell(b, ALIKE, batch=4, engine__max_num_seqs=4)
+    with pytest.raises(Refused) as said:
+        compared(a, b)
+    assert str(said.value) == (
+        "no cell is in both; A has tp=2 batch=4 enforce_eager=true compile=off "
+        "engine.max_num_seqs=16 (nearest: engine.max_num_seqs=4, not 16); compare runs of equal "
+        "settings (engine.max_num_seqs that nobody gave is a sweep's largest batch: give it to "
+        "both)"
+    )
 
 
 def test_how_a_point_is_measured_tells_cells_apart_where_a_run_sweeps_it(tmp_path: Path) -> None:
