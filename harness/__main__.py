@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "doctor":
         from harness.doctor import doctor
 
+        if arguments:
+            print(f"doctor: {arguments[0]}: it takes no arguments", file=sys.stderr)
+            return 2
         return doctor()
     if verb == "collect":
         return collect(arguments)
@@ -140,7 +143,12 @@ def collect(arguments: Sequence[str]) -> int:
     folders = [Path(argument) for argument in arguments if not argument.startswith("-")]
     across = ACROSS in flags
     flags = [flag for flag in flags if flag != ACROSS]
-    if not folders or len(flags) > 1 or set(flags) - set(FORMS):
+    unknown = [flag for flag in flags if flag not in FORMS]
+    if folders and (unknown or len(flags) > 1):
+        why = f"{unknown[0]}: no such flag" if unknown else f"{' and '.join(flags)}: one at a time"
+        print(f"collect: {why}; give {', '.join(FORMS)} or none of them", file=sys.stderr)
+        return 2
+    if not folders:
         print("collect: name a run folder, or several, as in python -m harness collect "
               f"results/runs/NAME [{' | '.join(FORMS)}] [{ACROSS}]", file=sys.stderr)  # fmt: skip
         return 2

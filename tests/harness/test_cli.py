@@ -177,6 +177,11 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
+def test_doctor_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["doctor", "--json"]) == 2
+    assert capsys.readouterr() == ("", "doctor: --json: it takes no arguments\n")
+
+
 def test_list_prints_the_points_and_leaves_nothing(
     cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

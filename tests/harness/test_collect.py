@@ -31,6 +31,21 @@ def test_collect_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.endswith(f"name one of its runs, the newest: {newest}\n")
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--csv", "--json"], "--csv and --json: one at a time"),
+        (["--cvs"], "--cvs: no such flag"),
+    ],
+)
+def test_collect_says_which_flag_it_does_not_take(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main(["collect", "RUN", *flags]) == 2
+    forms = "--markdown, --csv, --json, --repeats or none of them"
+    assert capsys.readouterr() == ("", f"collect: {told}; give {forms}\n")
+
+
 def test_collect_of_a_run_without_a_row_prints_a_sentence_and_no_table(
     cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
