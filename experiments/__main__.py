@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         out = options.out or options.run / "report"
         print(report(experiment(options.name), options.run, out).rstrip("\n"))
+        print(f"written to {out / options.name}.md, with its table and figure", file=sys.stderr)
     except (ExperimentError, OutError, StoreError, ConfigError, OSError) as error:
         print(f"{options.name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (OutError, NoRunError)) else 1

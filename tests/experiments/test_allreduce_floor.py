@@ -147,7 +147,8 @@ def test_the_report_names_the_machines_of_others(
 ) -> None:
     calibrate(run, alone("all_reduce", REDUCED, 8.0), alone("all_reduce", 2 * REDUCED, 9.0))
     assert main(["allreduce_floor", str(run), "--out", str(run / "out")]) == 0
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    assert told == f"written to {run / 'out'}/allreduce_floor.md, with its table and figure\n"
     assert "| all_reduce | nccl | 2 | graph | 128 | 8b x1 | 8.0 | 8.0 | 8.0 | 1024 | 10.0 |" in text
     assert "Measured by others, on other machines:" in text and "4 of 8 H100" in text
     assert (run / "out" / "allreduce_floor.png").read_bytes()[:4] == b"\x89PNG"
