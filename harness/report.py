@@ -164,7 +164,7 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     varying, named = _varying(frame), [*AXES, *further(frame)]
     same = [a for a in named if a not in varying and len(frame) and pd.notna(frame[a].iloc[0])]
     printed = list(_PRINTED)
-    if "workload" in frame and (frame["workload"].isin(["trace", "nano_vllm"])).any():
+    if "workload" in frame and (frame["workload"].isin(["prefill", "trace", "nano_vllm"])).any():
         printed[2:2] = _EXTRA
     if "mbu" in frame and frame["mbu"].notna().any():
         printed.insert(-1, _MBU)

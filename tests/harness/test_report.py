@@ -35,6 +35,7 @@ def write(
             rows.add("output_tok_s", rate, n=1, pass_name="plain", repeat=repeat)
         rows.summarise("output_tok_s", rates, pass_name="plain")
         rows.summarise("tpot", [0.02], pass_name="plain")
+        rows.summarise("ttft", [0.04, 0.05, 0.09], pass_name="plain")
         for phase, factor in (("prefill", 10), ("decode", 1)):
             rows.summarise("step_us", [400.0 * factor], pass_name="plain", phase=phase, ranks="min")
             rows.summarise("step_us", [500.0 * factor], pass_name="plain", phase=phase, ranks="max")
@@ -215,6 +216,14 @@ def test_a_trace_has_columns_of_its_arrivals(tmp_path: Path) -> None:
     assert "TTFT\nms" in headings
     assert rows[0][headings.index("queue\nms")] == "-"
     assert "workload=trace" in same and "workload.arrivals=trace" in same
+
+
+def test_first_tokens_are_shown_where_they_are_what_is_measured(tmp_path: Path) -> None:
+    """A prefill makes one token a request: without TTFT its table had steps and no latency."""
+    for kind, shown in (("decode", None), ("prefill", "50.0")):
+        write(tmp_path / kind, 0, rates=(10.0,), workload__kind=kind)
+        headings, rows, _ = report.view(report.summary(tmp_path / kind))
+        assert dict(zip(headings, rows[0], strict=True)).get("TTFT\nms") == shown
 
 
 def test_statistics_against_known_values() -> None:
