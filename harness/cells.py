@@ -117,7 +117,7 @@ def compare(
     both = [key for key in sides[0] if key in sides[1]]
     if not both:
         text = f"no cell is in both; A has {'; '.join(only_a[:3])}; compare runs of equal settings"
-        if f"(nearest: {LIMIT}=" in text:
+        if len({asked.get(LIMIT) for side in sides for asked, _ in side.values()}) > 1:
             text += f" ({LIMIT} that nobody gave is a sweep's largest batch: give it to both)"
         raise Refused(text)
     cells: list[Cell] = []

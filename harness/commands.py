@@ -104,13 +104,15 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
             try:
                 complete = _execute(run, functions or Functions(), compiled)
             except KeyboardInterrupt:
-                interrupted = _say_interrupted()
+                interrupted = True
+                _say_interrupted()
             except (StorageError, LockError) as error:
                 print(f"error: {error}", file=sys.stderr)
             try:
                 reported = report(run)
             except KeyboardInterrupt:
-                interrupted = _say_interrupted()
+                interrupted = True
+                _say_interrupted()
             print(result_line(run), flush=True)
     finally:
         # Last: one that is ended while it prints its tables is continued, to print them.
@@ -120,9 +122,8 @@ def run_points(configs: Sequence[dict[str, Any]], functions: Functions | None = 
     return 130 if interrupted else int(failed or not marked or not reported)
 
 
-def _say_interrupted() -> bool:
+def _say_interrupted() -> None:
     print(f"interrupted; {AGAIN}", file=sys.stderr)
-    return True
 
 
 def _mark_finished(run: RunFolder) -> bool:

@@ -20,7 +20,7 @@ from harness.fingerprint import digest
 # Only variables that change how the engine runs; a name that looks like a secret is left out even
 # then, and what stands before an @ in a URL is cut.
 ENV_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GLOO_", "TRITON_",
-                "PYTHONDONT", "PYTHONPYC", "VLLM_")  # fmt: skip
+                "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "VLLM_")  # fmt: skip
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -59,8 +59,8 @@ def versions() -> dict[str, str | None]:
 
 def bytecode() -> bool | None:
     """Whether Python finds torch compiled to bytecode; None without torch. Where it does not (a
-    read-only installation, PYTHONDONTWRITEBYTECODE) each process compiles it anew: 3 to 5 s of an
-    engine's start on an H200's host."""
+    read-only installation, PYTHONDONTWRITEBYTECODE) each process compiles it anew: some 3 s of
+    an engine's start on an H200's host."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return None
