@@ -86,8 +86,7 @@ def measure(
                     command, cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, stdout=file,
                     stderr=subprocess.STDOUT, pass_fds=passed,
                 )  # fmt: skip
-            stack.callback(process.wait)
-            stack.callback(process.kill)  # where this is ended; one that has ended is left alone
+            stack.callback(_end, process)
             if passed:
                 there.close()
             running.append((process, report, said))
@@ -244,6 +243,12 @@ def main(argv: list[str] | None = None) -> int:
     if found.obstacle:
         print(f"\n{NOT_JUDGED}: {found.obstacle}")
     return int(found.alarm)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Of one callback: a Ctrl-C between two would wait for a process that nobody has killed."""
+    process.kill()  # one that has ended is left alone
+    process.wait()
 
 
 def end_in_order() -> None:
