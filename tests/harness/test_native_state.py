@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -19,14 +17,12 @@ PROMPT, OUTPUT, PAGE = 48, 4, 16
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    before = signal.getsignal(signal.SIGTERM)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("state")
     (folder / "model").mkdir()
     config = {"model_type": "qwen3", **TINY, "num_hidden_layers": 1}
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    yield folder
-    signal.signal(signal.SIGTERM, before)
+    return folder
 
 
 def run(folder: Path, *settings: str) -> Results:

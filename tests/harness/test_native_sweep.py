@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-import signal
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -35,10 +33,8 @@ def trace(path: Path) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield tmp_path_factory.mktemp("sweep")
-    signal.signal(signal.SIGTERM, before)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep")
 
 
 def run(folder: Path, *settings: str) -> Results:

@@ -117,16 +117,6 @@ def test_the_mark_of_the_end_finds_no_room(
     assert (Path(first["run"]) / "finished.json").is_file()
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """An interrupted command ignores signals until it has ended."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 def test_an_interrupt_while_tables_are_printed_leaves_them_to_the_same_command(
     tmp_path: Path,
     three: Plan,
