@@ -76,7 +76,10 @@ def test_one_that_is_ended_leaves_no_process_and_no_work_tree(
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         assert wait_until(lambda: any(began.iterdir()), 60) and trees() == 2
         process.send_signal(number)  # to it alone
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
     assert process.returncode == {"SIGTERM": 143, "SIGINT": -signal.SIGINT}[number.name]
     assert trees() == 1
     pids = [int(file.name) for file in began.iterdir()]
