@@ -9,9 +9,8 @@ import numpy as np
 
 from harness import roofline
 from harness.figure_rows import FigureRows
-from harness.records import ITEM_BYTES
+from harness.records import DECODE, ITEM_BYTES
 from harness.step_times import StepTimes
-from harness.window import DECODE
 
 if TYPE_CHECKING:
     from harness.backends.base import Backend

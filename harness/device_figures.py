@@ -11,8 +11,7 @@ from harness.attribution import Joined
 from harness.collective_figures import groups, labels
 from harness.figure_rows import FigureRows
 from harness.pass_plan import PROFILER
-from harness.records import PHASES, ProfileRecord
-from harness.window import DECODE
+from harness.records import DECODE, PHASES, ProfileRecord
 
 _NO_BIAS = "no run knows it of itself; +experiment=rank_skew shows it at zero delay, as wait_0_us"
 _NO_GAP = "instrument profiler or python -m harness profile measures it"

@@ -8,6 +8,9 @@ from typing import Any
 from harness.backends.abilities import PEERS
 from harness.config import ENGINE_AXES
 
+# What the row of a point says of the engine that ran it.
+EFFECTIVE = (*ENGINE_AXES, "mode", "load_format", "num_pages", "max_model_len", "threads_per_rank")
+
 
 def differences(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> list[str]:
     """`name: asked, runs` for every setting that is not what was asked for. What was left open

@@ -6,11 +6,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from harness import engine_costs, naming, report
+from harness.effective import EFFECTIVE
 from harness.frames import of_runs, parts, summary_units
+from harness.hardware import VERSIONS
 from harness.plain import jsonable
 from harness.schema import SCHEMA_VERSION
 from harness.store import Results, opened
-from harness.tables import EFFECTIVE, VERSIONS
 
 if TYPE_CHECKING:
     from pathlib import Path

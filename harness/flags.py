@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.window import DECODE, Window
+from harness.records import DECODE
+from harness.window import Window
 
 LEAST_REPLAYED = 0.9
 LEAST_MBU = 0.05

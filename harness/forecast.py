@@ -17,7 +17,6 @@ from typing import Any
 from harness.marker import FAILED
 from harness.naming import settings
 from harness.plan import ENGINE_FIELDS, Plan, Point
-from harness.progress import duration
 
 _ENGINE = ("backend", "tp", "enforce_eager", "compile", "device", "model", "model.path")
 _SECTIONS = ("workload", "measure", "instrument", "timing")
@@ -48,6 +47,14 @@ Parts = tuple[dict[str, Any], dict[str, Any]]
 Split = Callable[[Mapping[str, Any]], Parts]
 Read = Callable[[Path], dict[str, float]]
 """A run's folder -> seconds by point_id."""
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min, 1 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Forecast:

@@ -49,6 +49,10 @@ def environment_variables(environ: dict[str, str] | None = None) -> dict[str, st
     }
 
 
+# Those that the row of a point names.
+VERSIONS = ("python", "torch", "triton", "nccl", "flash_attn", "transformers")
+
+
 def versions() -> dict[str, str | None]:
     """Versions of the packages that results depend on, without importing them; None: absent."""
     found: dict[str, str | None] = {"python": platform.python_version()}

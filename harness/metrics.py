@@ -8,9 +8,9 @@ import numpy as np
 
 from harness.figure_rows import FigureRows
 from harness.gpu_state import energy_j
-from harness.records import PHASES
+from harness.records import DECODE, PHASES, PREFILL
 from harness.step_times import StepTimes
-from harness.window import DECODE, PREFILL, Window
+from harness.window import Window
 
 PASS = "plain"
 _NO_STEP = "no such step in the window"

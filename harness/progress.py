@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from harness.forecast import duration
 from harness.naming import named, settings, varying
 from harness.plan import Plan, Point
 
@@ -44,14 +45,6 @@ class Estimate:
         if seconds is None:
             return ""
         return f"about {duration(seconds)} left"
-
-
-def duration(seconds: float) -> str:
-    """42 s, 3 min, 1 h 20 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Reporter:

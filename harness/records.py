@@ -11,6 +11,7 @@ from engine.comm.types import Phase
 
 PHASES = tuple(phase.value for phase in Phase)  # prefill, decode, mixed: the codes 0, 1, 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+PREFILL, DECODE = PHASES.index("prefill"), PHASES.index("decode")
 PHASE_CODES = {phase: code for code, phase in enumerate(PHASES)}
 
 STEP_DTYPE = np.dtype(

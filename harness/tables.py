@@ -10,6 +10,8 @@ import numpy as np
 
 from harness import schema
 from harness.config import ENGINE_AXES
+from harness.effective import EFFECTIVE
+from harness.hardware import VERSIONS
 from harness.nvml import used_bytes
 from harness.plain import jsonable
 from harness.records import PHASES
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
     from harness.backends.base import Backend
     from harness.plan import Point
     from harness.window import Window
-
-EFFECTIVE = (*ENGINE_AXES, "mode", "load_format", "num_pages", "max_model_len", "threads_per_rank")
-VERSIONS = ("python", "torch", "triton", "nccl", "flash_attn", "transformers")
 
 
 def columns(table: str, rows: Sequence[Mapping[str, Any]]) -> TableData:

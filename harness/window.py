@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.nvml import Sampler
-from harness.records import PHASES
+from harness.records import DECODE
 from harness.telemetry import read as read_telemetry
 
 if TYPE_CHECKING:
     from engine.request import RequestOutput
     from harness.backends.base import Backend
     from harness.workload import Workload
-
-DECODE = PHASES.index("decode")
-PREFILL = PHASES.index("prefill")
 
 # Growth of any of these inside a window means that something was built in it.
 BUILD_COUNTERS = ("compiles", "graph_breaks", "captures", "triton_builds")

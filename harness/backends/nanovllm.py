@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from harness.backends.nanovllm_steps import Steps
 from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, use_cache_dir
 from harness.models import with_weights
-from harness.window import DECODE, PREFILL
+from harness.records import DECODE, PREFILL
 
 if TYPE_CHECKING:
     from engine.request import RequestOutput

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, peak_resident_bytes
 from harness.models import resolve_model
-from harness.window import DECODE, PREFILL
+from harness.records import DECODE, PREFILL
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,8 @@ from harness.figure_rows import FigureRows
 from harness.nsys.join import Profile
 from harness.nsys.place import RankView, within
 from harness.pass_plan import HOST, LATENCY, NSYS
-from harness.records import PHASES
+from harness.records import DECODE, PHASES
 from harness.store import to_arrow
-from harness.window import DECODE
 
 if TYPE_CHECKING:
     import pandas as pd

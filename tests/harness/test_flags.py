@@ -8,7 +8,8 @@ import pytest
 
 from engine.steplog import STEP_DTYPE
 from harness.flags import of_point, of_scaling
-from harness.window import DECODE, PREFILL, Window
+from harness.records import DECODE, PREFILL
+from harness.window import Window
 
 
 def window(*steps: tuple[int, bool]) -> Window:

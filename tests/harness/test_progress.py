@@ -6,8 +6,9 @@ import io
 
 from rich.console import Console
 
+from harness.forecast import duration
 from harness.plan import Plan
-from harness.progress import Estimate, Reporter, duration
+from harness.progress import Estimate, Reporter
 from tests.support.fake_backend import make_cfg, make_point
 
 
