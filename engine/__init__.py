@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.async_llm import AsyncLLM
-    from engine.call import StreamUpdate
     from engine.comm import (
         Collective,
         CollectiveObserver,
@@ -21,14 +20,15 @@ if TYPE_CHECKING:
     )
     from engine.config import EngineConfig
     from engine.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+    from engine.frontend.call import StreamUpdate
     from engine.llm import LLM
-    from engine.request import FinishReason, RequestOutput, TokenLogprobs
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import FinishReason, RequestOutput, TokenLogprobs
+    from engine.requests.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 _HOMES = {
     "engine.async_llm": ("AsyncLLM",),
-    "engine.call": ("StreamUpdate",),
+    "engine.frontend.call": ("StreamUpdate",),
     "engine.comm": (
         "Collective",
         "CollectiveObserver",
@@ -44,8 +44,8 @@ _HOMES = {
     "engine.config": ("EngineConfig",),
     "engine.errors": ("CheckpointError", "ConfigError", "EngineDeadError", "RequestError"),
     "engine.llm": ("LLM",),
-    "engine.request": ("FinishReason", "RequestOutput", "TokenLogprobs"),
-    "engine.sampling_params": ("SamplingParams",),
+    "engine.requests.request": ("FinishReason", "RequestOutput", "TokenLogprobs"),
+    "engine.requests.sampling_params": ("SamplingParams",),
     "engine.shape": ("ModelShape",),
 }
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine.call import Call, StreamUpdate
-from engine.client import Client, Event
 from engine.config import EngineConfig
 from engine.errors import RequestError
-from engine.intake import Prompt
+from engine.frontend.call import Call, StreamUpdate
+from engine.frontend.client import Client, Event
+from engine.frontend.intake import Prompt
+from engine.frontend.stream import Updates
 from engine.llm import LLM
-from engine.request import Request, RequestOutput
-from engine.sampling_params import SamplingParams
-from engine.stream import Updates
+from engine.requests.request import Request, RequestOutput
+from engine.requests.sampling_params import SamplingParams
 
 
 class AsyncLLM:

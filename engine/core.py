@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.admission import check_tokens
-from engine.blocks import BlockPool
 from engine.errors import RequestError
-from engine.launched import Launched
-from engine.messages import Results
-from engine.readback import DEPTH
-from engine.request import FinishReason, Request
-from engine.runner import Runner
-from engine.sampling_plan import SamplingPlan
-from engine.scheduler import Schedule, Scheduler
-from engine.step import StepPlan
-from engine.text import StopText
-from engine.tokenizer import Tokenizer
+from engine.execution.launched import Launched
+from engine.execution.runner import Runner
+from engine.inputs.readback import DEPTH
+from engine.ranks.messages import Results
+from engine.requests.request import FinishReason, Request
+from engine.requests.text import StopText
+from engine.requests.tokenizer import Tokenizer
+from engine.sampling.plan import SamplingPlan
+from engine.scheduling.admission import check_tokens
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.scheduler import Schedule, Scheduler
+from engine.scheduling.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

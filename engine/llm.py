@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.call import Call
-from engine.client import Client, Event
 from engine.comm.types import ObserverFactory
 from engine.config import EngineConfig
 from engine.errors import RequestError
-from engine.group import RankGroup
-from engine.intake import Intake, Prompt
-from engine.messages import (
+from engine.frontend.call import Call
+from engine.frontend.client import Client, Event
+from engine.frontend.intake import Intake, Prompt
+from engine.frontend.stream import Stream
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import (
     Attach,
     Captures,
     Control,
@@ -31,13 +32,12 @@ from engine.messages import (
     Memory,
     ResetPrefixCache,
 )
-from engine.request import Request, RequestOutput
+from engine.ranks.solo_rank import SoloRank
+from engine.requests.request import Request, RequestOutput
+from engine.requests.sampling_params import SamplingParams
+from engine.requests.tokenizer import Tokenizer
 from engine.resolve import resolve
-from engine.sampling_params import SamplingParams
 from engine.shape import ModelShape
-from engine.solo_rank import SoloRank
-from engine.stream import Stream
-from engine.tokenizer import Tokenizer
 
 
 class LLM:

@@ -1,4 +1,4 @@
-"""What a rank's process runs; processes.py is the caller's side.
+"""What a rank's process runs; ranks/processes.py is the caller's side.
 
 The caller's process holds no rank at tp > 1, so it can always report and kill. Rank 0 plans and
 samples; each step goes from it to the other ranks over a pipe of their own as StepPlan bytes.
@@ -25,12 +25,12 @@ from engine.comm.ranks import connect_rank
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError
-from engine.messages import Ask, Close, Failed, Ready, Reply, ToRanks
-from engine.rank import Rank
-from engine.runner import Runner
-from engine.serve import serve
+from engine.execution.runner import Runner
+from engine.ranks.messages import Ask, Close, Failed, Ready, Reply, ToRanks
+from engine.ranks.rank import Rank
+from engine.ranks.serve import serve
+from engine.scheduling.step import StepPlan
 from engine.shape import ModelShape
-from engine.step import StepPlan
 
 _STEP, _CONTROL = b"S", b"C"
 _ORPHANED = 3  # exit code of a rank whose caller is gone

@@ -137,7 +137,7 @@ def _row(
     key: dict[str, Any], alone: Mapping[str, Any], of_size: pd.DataFrame | None
 ) -> dict[str, Any]:
     from engine.comm.types import Kind
-    from harness.roofline import bus_factor
+    from harness.measuring.roofline import bus_factor
 
     row: dict[str, Any] = {**key, **dict.fromkeys(c for c in COLUMNS if c != "mode")}
     factor = bus_factor(Kind[key["kind"].upper()], key["world"])

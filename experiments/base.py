@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config import as_written
-from harness.console import markdown_table
+from harness.settings.config import as_written
 from harness.store import Results, load
+from harness.tables.console import markdown_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,9 +18,9 @@ from experiments.base import (
 )
 from experiments.intervals import Interval, product
 from experiments.repeated import ONE_TOKEN, Group, groups, problem, speeds
-from harness.cells import DEFAULT
+from harness.judging.cells import DEFAULT
+from harness.judging.verdict import MIN_REPEATS
 from harness.store import Results
-from harness.verdict import MIN_REPEATS
 
 if TYPE_CHECKING:
     import pandas as pd

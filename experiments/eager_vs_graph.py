@@ -17,11 +17,11 @@ from experiments.base import (
     labels,
 )
 from experiments.repeated import ONE_TOKEN, Group, error_bars, gain, groups, judged, problem
-from harness.cells import DEFAULT
-from harness.engine_costs import of_points
-from harness.figures import FIGURES
+from harness.judging.cells import DEFAULT
+from harness.judging.verdict import Verdict
 from harness.store import Results
-from harness.verdict import Verdict
+from harness.tables.engine_costs import of_points
+from harness.tables.figures import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.models import resolve_model
+from harness.machine.models import resolve_model
 
 HELD_BACK = ("argparse", "heapq", "statistics", "textwrap")
 """Modules of Python's standard library whose text is prompts; scripts/train_tiny.py leaves them out
@@ -55,7 +55,7 @@ def prompts(model: dict[str, Any], tokens: int, requests: int = REQUESTS) -> lis
 
 def of_engine(cfg: dict[str, Any], asked: Sequence[Sequence[int]], tokens: int) -> Answers:
     """A fresh engine of a point's configuration serves the prompts, at most `batch` at once."""
-    from engine.sampling_params import SamplingParams
+    from engine.requests.sampling_params import SamplingParams
     from harness.backends import create
 
     cfg = {**cfg, "engine": {**cfg["engine"], "max_num_seqs": cfg["batch"]}}

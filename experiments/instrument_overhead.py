@@ -18,7 +18,7 @@ from experiments.base import (
     lines,
 )
 from experiments.points import Point, named, points, shown
-from harness.pass_plan import BACKLOG, GRAPH, HOST, PROFILER, SPAN, STEP
+from harness.measuring.pass_plan import BACKLOG, GRAPH, HOST, PROFILER, SPAN, STEP
 from harness.store import Results
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.variance import t_quantile
+from harness.judging.variance import t_quantile
 
 LEVEL = 0.95
 

@@ -18,11 +18,11 @@ from experiments.base import (
     lines,
 )
 from experiments.repeated import Group, gain, groups, judged, problem
-from harness.cells import DEFAULT
-from harness.config import as_written
-from harness.figures import FIGURES
+from harness.judging.cells import DEFAULT
+from harness.judging.verdict import Verdict
+from harness.settings.config import as_written
 from harness.store import Results
-from harness.verdict import Verdict
+from harness.tables.figures import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd

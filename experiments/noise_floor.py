@@ -18,12 +18,12 @@ from experiments.base import (
     framed,
     labels,
 )
-from harness.cells import DEFAULT, by_settings, shown_of
-from harness.figures import FIGURES
-from harness.repeats import METRICS, repeats
+from harness.judging.cells import DEFAULT, by_settings, shown_of
+from harness.judging.repeats import METRICS, repeats
+from harness.judging.variance import Components, one_way, smallest_detectable
+from harness.judging.verdict import Repeats, Verdict, engine_floor, judge
 from harness.store import Results
-from harness.variance import Components, one_way, smallest_detectable
-from harness.verdict import Repeats, Verdict, engine_floor, judge
+from harness.tables.figures import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd

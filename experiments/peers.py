@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.base import Column, Elsewhere, Experiment, ExperimentError, Finding, framed
 from experiments.repeated import Group, error_bars, gain, groups, judged, problem
-from harness.config import CHOICES
-from harness.engine_costs import of_points
-from harness.figures import FIGURES
+from harness.judging.verdict import Verdict
+from harness.settings.config import CHOICES
 from harness.store import Results
-from harness.verdict import Verdict
+from harness.tables.engine_costs import of_points
+from harness.tables.figures import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.cells import by_settings, shown_of
-from harness.marker import worst_status
-from harness.report import settings
+from harness.judging.cells import by_settings, shown_of
 from harness.store import Results
+from harness.tables.marker import worst_status
+from harness.tables.report import settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.noise_floor import values
-from harness.cells import by_settings, shown_of
-from harness.figures import FIGURES
-from harness.marker import worst_status
-from harness.repeats import METRICS, repeats
+from harness.judging.cells import by_settings, shown_of
+from harness.judging.repeats import METRICS, repeats
+from harness.judging.verdict import Judgement, Repeats, judge
 from harness.store import Results
-from harness.verdict import Judgement, Repeats, judge
+from harness.tables.figures import FIGURES
+from harness.tables.marker import worst_status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,7 @@ class Group:
 
     Attributes:
         asked: what they have in common; shown: names of it that tell groups apart.
-        points: values of the axes, in their order -> rows of harness.repeats.repeats.
+        points: values of the axes, in their order -> rows of harness.judging.repeats.repeats.
     """
 
     asked: dict[str, Any]

@@ -21,8 +21,8 @@ from experiments.base import (
 from experiments.intervals import product
 from experiments.noise_floor import values
 from experiments.repeated import Group, groups, problem
-from harness.engine_costs import cache_state
 from harness.store import Results
+from harness.tables.engine_costs import cache_state
 
 if TYPE_CHECKING:
     import pandas as pd

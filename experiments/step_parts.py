@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experiments.points import Point, points
-from harness.pass_plan import LATENCY, PROFILER, STEP
+from harness.measuring.pass_plan import LATENCY, PROFILER, STEP
 from harness.store import Results
 
 if TYPE_CHECKING:

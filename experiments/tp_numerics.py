@@ -19,8 +19,8 @@ from experiments.base import (
 )
 from experiments.greedy import Answers, kept, of_engine, of_transformers, prompts
 from experiments.points import Point, named, points, shown
-from harness.fingerprint import digest
-from harness.models import random_weights
+from harness.machine.fingerprint import digest
+from harness.machine.models import random_weights
 from harness.store import Results
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from harness.help import help_text
-from harness.usage import USAGE
+from harness.settings.help import help_text
+from harness.settings.usage import USAGE
 
 VERBS = ("run", "list", "profile", "collect", "compare", "calibrate", "predict", "doctor")
 MODULES = {
-    "compare": "harness.compare",
+    "compare": "harness.judging.compare",
     "calibrate": "harness.calibration.command",
     "predict": "harness.prediction.command",
 }
@@ -98,18 +98,18 @@ def unfit_python(version: tuple[int, int]) -> str | None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs, or continues, a sweep, here or as jobs of a launcher."""
-    from harness import launcher
-    from harness.commands import run_points
     from harness.fanout.command import fan_out
+    from harness.settings import launcher
+    from harness.sweep.commands import run_points
 
     return launcher.run(arguments, conf_folder(), run_points, fan_out)
 
 
 def list_(arguments: Sequence[str]) -> int:
     """Prints the points of a sweep, or the jobs of a launcher."""
-    from harness import launcher
-    from harness.commands import list_points
     from harness.fanout.folder import list_jobs
+    from harness.settings import launcher
+    from harness.sweep.commands import list_points
 
     return launcher.run(arguments, conf_folder(), list_points, list_jobs, "list")
 
@@ -117,8 +117,8 @@ def list_(arguments: Sequence[str]) -> int:
 def under_torchrun(arguments: Sequence[str]) -> int:
     """A sweep whose ranks are the processes that torchrun has started: the first one runs it, the
     others serve its engines."""
-    from engine import nodes
-    from harness.device_lock import LockError, held_for_torchrun
+    from engine.ranks import nodes
+    from harness.planning.device_lock import LockError, held_for_torchrun
 
     words = [word.split("=", 1)[1] for word in arguments if word.startswith("device_lock=")]
     try:
@@ -152,10 +152,11 @@ def collect(arguments: Sequence[str]) -> int:
         print("collect: name a run folder, or several, as in python -m harness collect "
               f"results/runs/NAME [{' | '.join(FORMS)}] [{ACROSS}]", file=sys.stderr)  # fmt: skip
         return 2
-    from harness import export, merged, repeats, report
-    from harness.console import stdout
-    from harness.fanout.runs import expanded
+    from harness.judging import repeats
     from harness.store import NoRunError, StoreError
+    from harness.tables import export, merged, report
+    from harness.tables.console import stdout
+    from harness.tables.fan_outs import expanded
 
     runs = expanded(folders)
     for run in runs:
@@ -195,8 +196,8 @@ def profile(arguments: Sequence[str]) -> int:
     """Runs one point under nsys."""
     from functools import partial
 
-    from harness.launcher import run
     from harness.nsys.verb import SWITCH, profile_point
+    from harness.settings.launcher import run
 
     words = [*arguments, SWITCH]
     handler = partial(profile_point, words=words)
@@ -210,8 +211,8 @@ def read_export(arguments: Sequence[str]) -> int:
         print("profile --read: name one export, as in python -m harness profile --read "
               "report.sqlite", file=sys.stderr)  # fmt: skip
         return 2
-    from harness.console import stdout
     from harness.nsys.read_back import read_back
+    from harness.tables.console import stdout
 
     return read_back(Path(files[0]), stdout())
 

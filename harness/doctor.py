@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.backends.abilities import PEERS
-from harness.config import CHOICES, as_written
-from harness.machine import Machine, skip_reason
+from harness.machine.capabilities import Machine, skip_reason
 from harness.nsys.command import NsysError, deafness, find
+from harness.settings.abilities import PEERS
+from harness.settings.config import CHOICES, as_written
 
 OPTIONAL = {
     "triton": "the engine, timing=stamps and compile on a GPU: pip install triton",
@@ -30,7 +30,7 @@ NO_BYTECODE = (
 
 def doctor() -> int:
     """Prints what was found; always 0, since nothing that is missing is a fault."""
-    from harness.hardware import capture
+    from harness.machine.hardware import capture
 
     console = Console()
     machine, found = Machine.probe(), capture()

@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import schema
-from harness.arrow import NoRunError as NoRunError
-from harness.arrow import StoreError as StoreError
-from harness.arrow import arrow_schema, check_version, damaged, pandas_type
-from harness.fanout.runs import expanded, is_fan_out, runs_in
+from harness.tables import schema
+from harness.tables.arrow import NoRunError as NoRunError
+from harness.tables.arrow import StoreError as StoreError
+from harness.tables.arrow import arrow_schema, check_version, damaged, pandas_type
+from harness.tables.fan_outs import expanded, is_fan_out, runs_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,9 @@ def to_arrow(table: str, data: TableData | pd.DataFrame) -> pa.Table:
     target = arrow_schema(table)
     unknown = [name for name in data if name not in target.names]
     if unknown:
-        raise StoreError(f"{table}: columns {unknown} are not in the catalogue (harness/schema.py)")
+        raise StoreError(
+            f"{table}: columns {unknown} are not in the catalogue (harness/tables/schema.py)"
+        )
     lengths = {name: len(data[name]) for name in data}
     if len(set(lengths.values())) > 1:
         raise StoreError(f"{table}: columns of different lengths: {lengths}")
@@ -165,7 +167,7 @@ class Results:
             KeyError: no such table or column.
             StoreError: a damaged file, or one of another schema version.
         """
-        from harness.scan import scan
+        from harness.tables.scan import scan
 
         self._check_loaded(name)
         return scan(self, name, columns, where or {})
@@ -190,7 +192,7 @@ class Results:
             KeyError, StoreError: as for `scan`.
             ValueError: a share outside of 0 to 1, a column without numbers.
         """
-        from harness.scan import quantiles
+        from harness.tables.scan import quantiles
 
         self._check_loaded(name)
         return quantiles(self, name, value, by, q, where or {})
@@ -208,14 +210,14 @@ class Results:
 
     def figures(self, *names: str, stat: str | None = None, repeats: bool = False) -> pd.DataFrame:
         """Figures, each with the axes of its point; see `frames.figures`."""
-        from harness import frames
+        from harness.tables import frames
 
         return frames.figures(self, names, stat, repeats)
 
     @cached_property
     def summary(self) -> pd.DataFrame:
         """A row a point with its axes and figures; see `frames.summary`."""
-        from harness import frames
+        from harness.tables import frames
 
         return frames.summary(self)
 
@@ -289,7 +291,7 @@ def load(
     for name in chosen:
         schema.column(name, "point_id")
     if is_fan_out(path):
-        from harness.merged import of_fan_out
+        from harness.tables.merged import of_fan_out
 
         return of_fan_out(path, chosen, columns)
     return Results(path, chosen, columns)

@@ -30,15 +30,16 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness import cells, launcher, repeats  # noqa: E402
 from harness.__main__ import conf_folder  # noqa: E402
-from harness.arguments import count, positive  # noqa: E402
-from harness.commands import run_points  # noqa: E402
-from harness.compare import view  # noqa: E402
-from harness.console import markdown_table  # noqa: E402
-from harness.verdict import Judgement, Verdict  # noqa: E402
-from harness.words import quoted  # noqa: E402
-from harness.worker import Functions  # noqa: E402
+from harness.judging import cells, repeats  # noqa: E402
+from harness.judging.compare import view  # noqa: E402
+from harness.judging.verdict import Judgement, Verdict  # noqa: E402
+from harness.settings import launcher  # noqa: E402
+from harness.settings.arguments import count, positive  # noqa: E402
+from harness.settings.words import quoted  # noqa: E402
+from harness.sweep.commands import run_points  # noqa: E402
+from harness.sweep.worker import Functions  # noqa: E402
+from harness.tables.console import markdown_table  # noqa: E402
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.attention import flash, triton_paged
 from engine.attention.paged import Paged
 from engine.kernels.decode_triton import paged_decode
-from harness.console import markdown_table
+from harness.tables.console import markdown_table
 
 PAGE, HEAD_DIM, SCALE = 256, 128, 128**-0.5
 BYTES, TOKENS = 400 << 20, 600_000

@@ -4,9 +4,9 @@
     python scripts/docs.py --check    change nothing; exit 1 and name the files that are stale
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. The names:
-`tree` from the modules' docstrings; `settings` from harness/config.py, where the comment behind a
-field is its meaning; `presets` from conf/, the first comment of each file; `tables` from
-harness/schema.py.
+`tree` from the modules' docstrings; `settings` from harness/settings/config.py, where the comment
+behind a field is its meaning; `presets` from conf/, the first comment of each file; `tables` from
+harness/tables/schema.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def summary(path: Path) -> str:
 
 
 def tree_line(depth: int, label: str, text: str) -> str:
-    return (f"{'  ' * depth}{label}".ljust(TREE_NAMES) + text).rstrip()
+    return (f"{'  ' * depth}{label} ".ljust(TREE_NAMES) + text).rstrip()
 
 
 def package_lines(folder: Path, depth: int) -> Iterator[str]:
@@ -111,7 +111,7 @@ def composed() -> Any:
     """The configuration that a command line without settings gives."""
     from hydra import compose, initialize_config_dir
 
-    from harness.config import register
+    from harness.settings.config import register
 
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -119,7 +119,7 @@ def composed() -> Any:
 
 
 def setting_rows(cls: Any, comments: Comments, config: Any, prefix: str = "") -> Iterator[str]:
-    from harness.config import CHOICES
+    from harness.settings.config import CHOICES
 
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -130,7 +130,7 @@ def setting_rows(cls: Any, comments: Comments, config: Any, prefix: str = "") ->
         meaning = comments.get((cls.__name__, field.name), "").replace("|", r"\|")
         if not meaning:
             where = f"{cls.__name__}.{field.name}"
-            raise SystemExit(f"harness/config.py: {where} has no comment behind it")
+            raise SystemExit(f"harness/settings/config.py: {where} has no comment behind it")
         kind = ", ".join(f"`{c}`" for c in CHOICES.get(key, ())) or type_name(hint)
         yield f"| `{key}` | {kind} | `{yaml_value(config[field.name])}` | {meaning} |"
 
@@ -151,16 +151,16 @@ def yaml_value(value: Any) -> str:
 
 
 def settings() -> str:
-    from harness.config import BenchConfig
+    from harness.settings.config import BenchConfig
 
-    comments = field_comments((ROOT / "harness" / "config.py").read_text(encoding="utf-8"))
+    comments = field_comments((ROOT / "harness/settings/config.py").read_text(encoding="utf-8"))
     head = ["| setting | value | default | meaning |", "|---|---|---|---|"]
     return "\n".join([*head, *setting_rows(BenchConfig, comments, composed())])
 
 
 def first_comment(path: Path) -> str:
     """The comment that opens a preset as one line of Markdown, its commands in backticks."""
-    from harness.help import comment
+    from harness.settings.help import comment
 
     parts = [f"`{x.strip()}`" if x.startswith(" ") else x for x in comment(path) if x]
     text = " ".join(parts).replace("` `", "`, `")
@@ -183,7 +183,7 @@ def listed(path: Path) -> str:
 
 
 def tables() -> str:
-    from harness.schema_docs import markdown
+    from harness.tables.schema_docs import markdown
 
     return markdown().strip()
 

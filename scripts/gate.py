@@ -31,10 +31,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness import gate, hardware  # noqa: E402
-from harness.arguments import count, positive  # noqa: E402
-from harness.commits import accepted, find_base, work_tree  # noqa: E402
-from harness.gate import NOT_JUDGED, GateError, Side  # noqa: E402
+from harness.judging import gate  # noqa: E402
+from harness.judging.commits import accepted, find_base, work_tree  # noqa: E402
+from harness.judging.gate import NOT_JUDGED, GateError, Side  # noqa: E402
+from harness.machine import hardware  # noqa: E402
+from harness.settings.arguments import count, positive  # noqa: E402
 from tests.support.turns import take_turns  # noqa: E402
 
 SUITE = "tests/benchmarks"

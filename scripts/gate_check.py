@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gate import ROOT, Gate, default_timer
 
-from harness import hardware
-from harness.commits import git, work_tree
-from harness.console import markdown_table
-from harness.gate import FLOOR, Line
-from harness.verdict import Verdict
+from harness.judging.commits import git, work_tree
+from harness.judging.gate import FLOOR, Line
+from harness.judging.verdict import Verdict
+from harness.machine import hardware
+from harness.tables.console import markdown_table
 
 
 @dataclass(frozen=True)

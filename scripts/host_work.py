@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.console import markdown_table
+from harness.tables.console import markdown_table
 from tests.support.host_steps import PAGE, HostSteps
 
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import LLM, SamplingParams
 from engine.comm.types import ObserverContext
-from harness.console import markdown_table
-from harness.models import resolve_model
+from harness.machine.models import resolve_model
 from harness.observers.profiler import MARK, Kernel, ProfilerObserver, cuda_profile
+from harness.tables.console import markdown_table
 
 PROMPT, OUTPUT = 128, 40
 

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness.console import markdown_table  # noqa: E402
+from harness.tables.console import markdown_table  # noqa: E402
 
 LAYERS = 28
 SITES = ["embed", *["attn.o_proj", "mlp.down_proj"] * LAYERS, "lm_head", "token_ids"]
@@ -184,7 +184,7 @@ def report(run: Path, points: int, rows: int, limit: int) -> tuple[str, bool]:
     import pandas as pd
     import pyarrow as pa
 
-    from harness.hardware import capture
+    from harness.machine.hardware import capture
 
     found = {way: asked(way, run, limit) for way in WAYS}
     lines = []

@@ -7,8 +7,8 @@ last bit: whether a change of TP size, batch or mode moves tokens can only be as
 peaks. The text is what every machine has: the modules of the standard library, but for those of
 experiments/greedy.py, which are kept back as prompts. Tokens are bytes. The result depends on
 --steps, --seed, the text (hence Python's version) and torch's kernels, and is built once a recipe,
-below the cache folder (harness/models.py), in Hugging Face format. 400 steps take some minutes on
-two cores.
+below the cache folder (harness/machine/models.py), in Hugging Face format. 400 steps take some
+minutes on two cores.
 
     python -m harness +experiment=tp_numerics model.path=$(python scripts/train_tiny.py)
 """
@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments.greedy import HELD_BACK  # noqa: E402
-from harness import models  # noqa: E402
-from harness.cache import CacheError  # noqa: E402
+from harness.machine import models  # noqa: E402
+from harness.machine.cache import CacheError  # noqa: E402
 
 VERSION = 1  # of the recipe
 BATCH, LENGTH = 16, 256  # sequences of a step, bytes of one

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.help import question
+from harness.settings.help import question
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")])
@@ -56,7 +56,7 @@ def test_readme_has_the_two_commands_and_ci_runs_the_same_test_command() -> None
 
 
 def test_every_setting_in_the_readme_exists() -> None:
-    from harness.config import BenchConfig
+    from harness.settings.config import BenchConfig
 
     presets = {p.parent.name for p in ROOT.glob("conf/*/*.yaml")}
     for line in shell_lines(ROOT / "README.md"):
@@ -72,7 +72,7 @@ def test_every_setting_in_the_readme_exists() -> None:
 
 
 def test_readme_explains_every_printed_figure() -> None:
-    from harness.report import _EXTRA, _PRINTED
+    from harness.tables.report import _EXTRA, _PRINTED
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first_cells = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness import gate as judging
-from harness.gate import GateError
+from harness.judging import gate as judging
+from harness.judging.gate import GateError
 from tests.support.gate_repo import commit, git, make, write
 from tests.support.measuring import planted
 

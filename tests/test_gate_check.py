@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from harness.gate import Line
-from harness.verdict import Judgement, Verdict
+from harness.judging.gate import Line
+from harness.judging.verdict import Judgement, Verdict
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -18,7 +18,7 @@ MODULES = [
 
 
 def test_modules_are_found() -> None:
-    assert "tests/engine/test_triton_attention.py" in MODULES
+    assert "tests/engine/attention/test_triton_attention.py" in MODULES
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.models import built
+from harness.machine.models import built
 from tests.support.once import one_at_a_time
 
 DIES = """

@@ -14,10 +14,10 @@ import torch
 from engine import EngineConfig, ModelShape, SamplingParams
 from engine.comm import Communicator
 from engine.core import EngineCore
-from engine.request import Request
+from engine.execution.runner import Runner
+from engine.requests.request import Request
 from engine.resolve import resolve
-from engine.runner import Runner
-from engine.step import StepPlan
+from engine.scheduling.step import StepPlan
 from tests.support.threads import Recorder, run_ranks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "one-step.md"

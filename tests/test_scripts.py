@@ -11,8 +11,8 @@ from types import ModuleType
 import pandas as pd
 import pytest
 
-from harness.cells import compare
-from harness.repeats import read
+from harness.judging.cells import compare
+from harness.judging.repeats import read
 from tests.support.made_runs import noisy, write_cell
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "aa_check.py"

@@ -14,8 +14,8 @@ from torch import nn
 
 from engine.attention import flash, flash4, flash_triton, sdpa, triton_paged
 from engine.attention.paged import Paged
-from engine.batch import ForwardBatch
 from engine.comm import ops as _comm_ops  # defines the namespace that is extended here
+from engine.inputs.batch import ForwardBatch
 from engine.kernels.store_kv import store_kv
 
 BACKENDS: dict[str, Callable[[torch.Tensor, Paged, float], torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""The sampler as two Triton kernels; the reference is engine/sampler.py.
+"""The sampler as two Triton kernels; the reference is engine/sampling/sampler.py.
 
 In plain tensor operations the Philox rounds move some 100 int64 arrays of [N, V/4] through memory:
 milliseconds at N = 256, V = 151,936. Here each logit is read twice and nothing else is.

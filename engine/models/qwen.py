@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from engine.attention import Attention
-from engine.batch import ForwardBatch
 from engine.comm.base import Communicator
 from engine.comm.types import Site
+from engine.inputs.batch import ForwardBatch
 from engine.kernels import USUAL, Kernels, runs_triton
 from engine.kernels.linear import gated_linear
 from engine.kv_cache import KVCache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.backends.base import Backend
-from harness.config import CHOICES
+from harness.settings.config import CHOICES
 
 NAMES = CHOICES["backend"]
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from engine.comm.types import ObserverFactory
-    from engine.request import RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import RequestOutput
+    from engine.requests.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 
@@ -27,7 +27,7 @@ class Backend(Protocol):
             which is the rest of the total: processes, imports, connections. None where unknown.
         effective: the configuration read back from the engine, what `auto` became included.
         shape: the model's shape.
-        lacks: figures (harness/figures.py) that the engine cannot give -> why; they are null
+        lacks: figures (harness/tables/figures.py) that the engine cannot give -> why; they are null
             whatever its step log says. Where latency_us is among them no observer is attached;
             where step_us is, the log's begin_ns and end_ns are no times of a forward.
         notes: what a reader must know of every point.

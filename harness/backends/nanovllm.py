@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from harness.backends.nanovllm_steps import Steps
 from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, use_cache_dir
-from harness.models import with_weights
-from harness.records import DECODE, PREFILL
+from harness.machine.models import with_weights
+from harness.observers.records import DECODE, PREFILL
 
 if TYPE_CHECKING:
-    from engine.request import RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import RequestOutput
+    from engine.requests.sampling_params import SamplingParams
 
 LARGEST_GRAPH = 512
 """Larger decode batches are launched, whatever enforce_eager says."""
@@ -165,7 +165,7 @@ class NanoVllmBackend(Peer):
     def counters(self) -> dict[str, int]:
         """What is compiled is counted in this process, which is rank 0's. cached_tokens cannot be
         told from recomputed ones: once requests were preempted it is counted no more."""
-        from engine.execution import compile_counters
+        from engine.execution.forward import compile_counters
 
         return {**compile_counters(), **self._counts}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from harness.config import ENGINE_AXES
-from harness.models import resolve_model
+from harness.machine.models import resolve_model
+from harness.settings.config import ENGINE_AXES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from engine.comm.types import ObserverFactory
     from engine.config import EngineConfig
     from engine.llm import LLM
-    from engine.request import RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import RequestOutput
+    from engine.requests.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from engine.steplog import STEP_DTYPE
+from engine.execution.steplog import STEP_DTYPE
 
 if TYPE_CHECKING:
     import numpy as np
 
     from engine.comm.types import ObserverFactory
-    from engine.request import RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import RequestOutput
+    from engine.requests.sampling_params import SamplingParams
     from engine.shape import ModelShape
 
 PHASES = ("spawn_s", "load_s", "compile_s", "capture_s", "warmup_s", "total_s")
@@ -88,7 +88,7 @@ class Peer:
 def check(name: str, params: Sequence[SamplingParams]) -> None:
     """Raises ValueError where a request asks for more than a temperature and a length: what a peer
     would leave out in silence."""
-    from engine.sampling_params import SamplingParams
+    from engine.requests.sampling_params import SamplingParams
 
     for own in set(params):
         plain = SamplingParams(
@@ -122,7 +122,7 @@ def output(
         preemptions, cached_tokens: None: not known of one request. (The native engine, whose type
             this is, always knows.)
     """
-    from engine.request import FinishReason, RequestOutput
+    from engine.requests.request import FinishReason, RequestOutput
 
     n = len(tokens)
     first, last = (times_s[0], times_s[-1]) if times_s else (first_s, last_s)

@@ -10,14 +10,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, peak_resident_bytes
-from harness.models import resolve_model
-from harness.records import DECODE, PREFILL
+from harness.machine.models import resolve_model
+from harness.observers.records import DECODE, PREFILL
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.request import RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import RequestOutput
+    from engine.requests.sampling_params import SamplingParams
 
 
 class Stamps:
@@ -55,7 +55,7 @@ class TransformersBackend(Peer):
         import transformers
 
         from engine.shape import ModelShape
-        from harness.hardware import cpu_cores
+        from harness.machine.hardware import cpu_cores
 
         if self.effective:
             raise RuntimeError("the backend was started already; close it first")

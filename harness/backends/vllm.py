@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from harness.backends.peer import NO_SEAM, PHASES, Peer, check, output, use_cache_dir
-from harness.models import resolve_model
+from harness.machine.models import resolve_model
 
 if TYPE_CHECKING:
-    from engine.request import RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.requests.request import RequestOutput
+    from engine.requests.sampling_params import SamplingParams
 
 _STEPS = "vLLM does not tell its steps from outside"
 COMPILED = {0: "off", 3: "model"}

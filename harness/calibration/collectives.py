@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.comm.types import Kind
 from harness.calibration.parts import Curve, marks, sizes
-from harness.roofline import bus_factor
+from harness.measuring.roofline import bus_factor
 
 if TYPE_CHECKING:
     from engine.comm.base import Communicator

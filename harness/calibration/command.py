@@ -6,15 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from harness.arguments import numbers
 from harness.calibration.file import Calibration, path_of
 from harness.calibration.measure import calibrate
 from harness.calibration.parts import default_worlds, plan
 from harness.calibration.tables import LEFT, WRAPPED, remarks, tables
-from harness.console import markdown_table, print_line, print_table, stdout
-from harness.device_lock import LockError, gpu_names, held
-from harness.machine import Machine
-from harness.storage import StorageError
+from harness.machine.capabilities import Machine
+from harness.planning.device_lock import LockError, gpu_names, held
+from harness.settings.arguments import numbers
+from harness.tables.console import markdown_table, print_line, print_table, stdout
+from harness.tables.storage import StorageError
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -160,7 +160,7 @@ def _serve(rank: int, crew: Crew, port: int | None, connection: Connection) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     os.dup2(2, 1)  # libraries print, and the caller's stdout is a table or JSON
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from harness.failures import classify
+    from harness.measuring.failures import classify
 
     try:
         measure, comm = _begin(rank, crew, port)
@@ -184,7 +184,7 @@ def _serve(rank: int, crew: Crew, port: int | None, connection: Connection) -> N
 def _begin(rank: int, crew: Crew, port: int | None) -> tuple[Measure, Communicator | None]:
     import torch
 
-    from harness.hardware import cpu_cores
+    from harness.machine.hardware import cpu_cores
 
     if crew.device == "cuda":
         torch.cuda.set_device(rank)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.comm.types import Kind
-from harness.roofline import bus_factor
+from harness.measuring.roofline import bus_factor
 
 Key = tuple[str, str, str]
 """(kind, path, mode)"""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness import clocks
 from harness.calibration.parts import DTYPE
+from harness.observers import clocks
 
 RUNS = 10
 READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -112,7 +112,7 @@ class DeviceMeter:
         """Device time of one more node in a graph of kernels that do nothing, each behind the one
         before."""
         from harness.calibration.pairs import CudaGpu
-        from harness.stamp_kernels import Nothing
+        from harness.observers.stamp_kernels import Nothing
 
         gpu, nothing = CudaGpu(self._device), Nothing(self._device)
         replays = [gpu.capture(partial(_repeat, nothing, count)) for count in NODES]

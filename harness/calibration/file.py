@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.storage import storing
+from harness.tables.storage import storing
 
 if TYPE_CHECKING:
-    from harness.roofline import Ceilings
+    from harness.measuring.roofline import Ceilings
 
 VERSION = 1
 _MACHINE = ("fingerprint", "cpu", "cpu_cores", "memory_bytes", "gpus", "driver", "os")
@@ -26,14 +26,14 @@ below), rows."""
 
 def path_of(results_dir: str | Path, fingerprint: str | None = None) -> Path:
     """Where a machine's calibration stands for runs in `results_dir`; this machine's by default."""
-    from harness.hardware import fingerprint as own
+    from harness.machine.hardware import fingerprint as own
 
     return Path(results_dir).parent / "hardware" / f"{fingerprint or own()}.json"
 
 
 def ceilings(results_dir: str | Path) -> Ceilings | None:
     """This machine's read bandwidth and matmul rate; None where they were not measured."""
-    from harness.roofline import Ceilings
+    from harness.measuring.roofline import Ceilings
 
     found = Calibration(path_of(results_dir))
     read, matmul = found.figure("read_bytes_s"), found.figure("matmul_flops_s")
@@ -96,8 +96,8 @@ class Calibration:
         Raises:
             StorageError: it cannot be written, for instance since the disk is full.
         """
-        from harness.hardware import capture
-        from harness.plain import jsonable
+        from harness.machine.hardware import capture
+        from harness.tables.plain import jsonable
 
         assert (status == OK) == (reason is None), (name, status, reason)
         found = self._read() or {"version": VERSION, "machine": {}, "parts": {}}
@@ -143,14 +143,14 @@ class Calibration:
 
 def state() -> dict[str, float | None]:
     """The machine right behind a part: load, clocks, temperatures, processes on its GPUs."""
-    from harness.telemetry import read
+    from harness.machine.telemetry import read
 
     return {f"{row['device']}.{row['name']}": row["value"] for row in read("after")}
 
 
 def conditions() -> dict[str, Any]:
     """What figures depend on beside the machine: versions, and what NCCL is told."""
-    from harness.hardware import environment_variables, versions
+    from harness.machine.hardware import environment_variables, versions
 
     found: dict[str, Any] = {k: versions()[k] for k in ("torch", "triton", "nccl")}
     nccl = {k: v for k, v in environment_variables().items() if k.startswith("NCCL_")}

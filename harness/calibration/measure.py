@@ -9,7 +9,7 @@ from typing import Any
 from harness.calibration.crew import Crew
 from harness.calibration.file import FAILED, SKIPPED, Calibration, path_of
 from harness.calibration.parts import Curve, obstacle
-from harness.machine import Machine
+from harness.machine.capabilities import Machine
 
 CEILINGS = ("read", "matmul")
 """What a run needs for MBU and MFU."""

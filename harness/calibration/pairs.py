@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from harness import clocks
+from harness.observers import clocks
 from harness.observers.backlog import CudaHold, Held
 from harness.observers.stamps import StampRing
 
@@ -172,6 +172,6 @@ def device_pairs(device: str) -> Pairs:
     """Those of a rank's device, "cpu" or "cuda:0"."""
     if device == "cpu":
         return HostPairs()
-    from harness.stamp_kernels import Stamps
+    from harness.observers.stamp_kernels import Stamps
 
     return StampPairs(CudaGpu(device), Stamps(REPLAYED_ROUNDS, SLOTS, device))

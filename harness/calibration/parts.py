@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.models import PUBLISHED, TINY
-from harness.records import ITEM_BYTES
+from harness.machine.models import PUBLISHED, TINY
+from harness.observers.records import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from harness.machine import Machine
+    from harness.machine.capabilities import Machine
 
 DEVICE_PARTS = ("clock", "read", "copy", "matmul", "launch", "graph_node", "stamps", "events")
 """Of one process on the first device."""

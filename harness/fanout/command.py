@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.commands import AGAIN, interrupted_once, write_status
-from harness.console import stdout
-from harness.execute import units
 from harness.fanout.folder import BEGUN, OUTPUT, FanOut, Job, check_jobs, open_fan_out, reopen
 from harness.fanout.job import measure_job
-from harness.marker import FAILED, KEPT
-from harness.session import Outcome
-from harness.worker import Functions
+from harness.sweep.commands import AGAIN, interrupted_once, write_status
+from harness.sweep.execute import units
+from harness.sweep.session import Outcome
+from harness.sweep.worker import Functions
+from harness.tables.console import stdout
+from harness.tables.marker import FAILED, KEPT
 
 Submit = Callable[[Callable[[Any], int], Sequence[list[str]], Path], Sequence[Any]]
 """(task, overrides of each job, sweep folder) -> Hydra's returns, once all jobs have ended."""
@@ -123,9 +123,9 @@ def _settle(job: Job, problem: str) -> None:
 
 def _report(folder: FanOut) -> dict[str, Any]:
     """Prints the tables and the last line, which it returns."""
-    from harness.merged import merge
-    from harness.report import print_summary, summary
     from harness.store import StoreError
+    from harness.tables.merged import merge
+    from harness.tables.report import print_summary, summary
 
     line: dict[str, Any] = {"run": str(folder.path), "jobs": len(folder.jobs)}
     line |= {"points": folder.points} | dict.fromkeys((*KEPT, *FAILED), 0)

@@ -18,19 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import ENGINE_AXES, FIXED_BATCH, SettingsError
-from harness.fanout.runs import JOBS, runs_below, runs_of, that_counts
-from harness.fingerprint import digest, sources
-from harness.hardware import versions
-from harness.machine import torchrun_processes
-from harness.marker import now, write_json
-from harness.naming import named, settings, varying
-from harness.plan import ENGINE_FIELDS, Plan, Point, fill_max_num_seqs
-from harness.runs import RunFolder, new_folder, read_plan
-from harness.skip_rules import skip_rule
-from harness.storage import try_lock
-from harness.validation import validate
-from harness.worker import Functions
+from harness.machine.capabilities import torchrun_processes
+from harness.machine.fingerprint import digest, sources
+from harness.machine.hardware import versions
+from harness.planning.plan import ENGINE_FIELDS, Plan, Point, fill_max_num_seqs
+from harness.planning.runs import RunFolder, new_folder, read_plan
+from harness.settings.config import ENGINE_AXES, FIXED_BATCH, SettingsError
+from harness.settings.naming import named, settings, varying
+from harness.settings.skip_rules import skip_rule
+from harness.settings.validation import validate
+from harness.sweep.worker import Functions
+from harness.tables.fan_outs import JOBS, runs_below, runs_of, that_counts
+from harness.tables.marker import now, write_json
+from harness.tables.storage import try_lock
 
 BEGUN, ENDED, OUTPUT = "begun", "ended.json", "output.log"
 

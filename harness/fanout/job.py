@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.fanout.folder import OUTPUT, read_job
-from harness.storage import try_lock
+from harness.tables.storage import try_lock
 
 
 def measure_job(_: Any) -> int:
@@ -23,7 +23,7 @@ def measure_job(_: Any) -> int:
     """
     from hydra.core.hydra_config import HydraConfig
 
-    from harness.commands import run_points
+    from harness.sweep.commands import run_points
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     job, functions = read_job(folder)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.comm.types import Kind, Site
-from harness.attribution import AttributionError, Joined
-from harness.attribution import join as join_ranks
-from harness.kernels import COMMUNICATION
+from harness.measuring.attribution import AttributionError, Joined
+from harness.measuring.attribution import join as join_ranks
+from harness.measuring.pass_plan import NSYS
+from harness.measuring.profile import kind_of
 from harness.nsys.known import FromExport, Known, Sent, agree
 from harness.nsys.place import REPLAY, JoinError, RankView, place
-from harness.pass_plan import NSYS
-from harness.profile import kind_of
-from harness.records import COLLECTIVE_DTYPE, Names, RankRecord
+from harness.observers.kernels import COMMUNICATION
+from harness.observers.records import COLLECTIVE_DTYPE, Names, RankRecord
 
 if TYPE_CHECKING:
     from harness.nsys.reader import Export

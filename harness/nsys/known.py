@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from engine.comm.types import Kind, Site
+from harness.measuring.pass_plan import NSYS
 from harness.nsys.place import REPLAY, JoinError, RankView
-from harness.pass_plan import NSYS
-from harness.records import PHASE_CODES, STEP_DTYPE
+from harness.observers.records import PHASE_CODES, STEP_DTYPE
 
 if TYPE_CHECKING:
     import pandas as pd

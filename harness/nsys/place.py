@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.comm.types import Kind, Site
-from harness.kernels import communicates
 from harness.nsys.reader import RUNTIME
+from harness.observers.kernels import communicates
 from harness.observers.nvtx import NVTX_DOMAIN
 
 if TYPE_CHECKING:

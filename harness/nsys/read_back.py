@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from harness.attribution import AttributionError
+from harness.measuring.attribution import AttributionError
+from harness.measuring.pass_plan import NSYS
 from harness.nsys import results
 from harness.nsys.join import Profile, join
 from harness.nsys.known import FromRun
 from harness.nsys.place import JoinError
 from harness.nsys.reader import Export, ExportError, read
 from harness.nsys.summary import print_profile
-from harness.pass_plan import NSYS
-from harness.plan import load_model
+from harness.planning.plan import load_model
 from harness.store import StoreError, load
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.figure_rows import FigureRows
+    from harness.rows.figures import FigureRows
 
 FOLDER = f"-{NSYS}"
 """Ending of the folder of a point's profile, beside the point's own."""

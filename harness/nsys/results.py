@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness import device_figures, tables
-from harness.collective_figures import labels
-from harness.expected import check_expected, expected_bytes
-from harness.figure_rows import FigureRows
+from harness.measuring.expected import check_expected, expected_bytes
+from harness.measuring.pass_plan import HOST, LATENCY, NSYS
 from harness.nsys.join import Profile
 from harness.nsys.place import RankView, within
-from harness.pass_plan import HOST, LATENCY, NSYS
-from harness.records import DECODE, PHASES
+from harness.observers.records import DECODE, PHASES
+from harness.rows import device as device_figures
+from harness.rows import tables
+from harness.rows.collectives import labels
+from harness.rows.figures import FigureRows
 from harness.store import to_arrow
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.comm.types import Kind, Site
-from harness.console import print_line, print_table
 from harness.nsys.join import Profile
 from harness.nsys.place import REPLAY
 from harness.nsys.results import idle_us, ranges
+from harness.tables.console import print_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.figure_rows import FigureRows
+    from harness.rows.figures import FigureRows
 
 TOP = 12  # kernels by name that are printed, those with the most time; and sizes of collectives
 Section = tuple[str, list[str], list[list[str]]]

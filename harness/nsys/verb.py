@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.commands import interrupted_once, make_plan
-from harness.config import AXES, SettingsError, as_written
-from harness.console import stdout
-from harness.device_lock import LockError, devices_of, held
-from harness.marker import read_marker
-from harness.naming import settings, varying
 from harness.nsys.command import Nsys, NsysError, deafness, find, report_of
 from harness.nsys.read_back import read_back
-from harness.plan import Plan, Point
-from harness.runs import create
+from harness.planning.device_lock import LockError, devices_of, held
+from harness.planning.plan import Plan, Point
+from harness.planning.runs import create
+from harness.settings.config import AXES, SettingsError, as_written
+from harness.settings.naming import settings, varying
+from harness.sweep.commands import interrupted_once, make_plan
+from harness.tables.console import stdout
+from harness.tables.marker import read_marker
 
 HARNESS = (sys.executable, "-m", "harness")
 SWITCH = "instrument.nsys=true"
@@ -101,7 +101,7 @@ def check(point: Point) -> None:
 
 def _nsys(target: Sequence[str]) -> Nsys:
     """The nsys to use; an error shows the command that it would have been."""
-    from harness.hardware import versions
+    from harness.machine.hardware import versions
 
     would = shlex.join(Nsys("nsys", "").profile(Path("report"), target))
     nvtx = versions()["nvtx"]

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.comm.types import Collective, CollectiveObserver, ObserverContext, Site, StepInfo
-from harness.records import BacklogRecord
+from harness.observers.records import BacklogRecord
 
 LAYERS_EAGER, LAYERS_COMPILED = 8, 24
 """Decoder layers that are enqueued behind one spin. The GPU's queue holds about 1,024 launches, at
@@ -106,7 +106,7 @@ class CudaHold:
     def __init__(self, device: str) -> None:
         import torch
 
-        from harness.stamp_kernels import Spin
+        from harness.observers.stamp_kernels import Spin
 
         self._event = torch.cuda.Event
         self._spin = Spin(device)

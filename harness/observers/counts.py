@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.comm.types import Collective, CollectiveObserver, ObserverContext, StepInfo
-from harness.records import CountRecord
+from harness.observers.records import CountRecord
 
 
 class CountObserver(CollectiveObserver):

@@ -12,7 +12,14 @@ from abc import abstractmethod
 import numpy as np
 
 from engine.comm.types import Collective, CollectiveObserver, ObserverContext, StepInfo
-from harness.records import COLLECTIVE_DTYPE, PHASE_CODES, STEP_DTYPE, Names, RankRecord, Rows
+from harness.observers.records import (
+    COLLECTIVE_DTYPE,
+    PHASE_CODES,
+    STEP_DTYPE,
+    Names,
+    RankRecord,
+    Rows,
+)
 
 BEGIN, END, FIRST = 0, 1, 2
 MAX_COLLECTIVES = 256  # of one step; the 32B model has 131

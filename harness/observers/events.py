@@ -128,7 +128,7 @@ class CudaEvents:
         differ, and the mean reading behind a backlog and in a graph."""
         import torch
 
-        from harness.stamp_kernels import SPIN_FLOOR_NS, Nothing, Spin
+        from harness.observers.stamp_kernels import SPIN_FLOOR_NS, Nothing, Spin
 
         nothing, spin = Nothing(self._device), Spin(self._device)
         spin.set_ns(SPIN_FLOOR_NS)

@@ -12,8 +12,8 @@ from engine.comm.types import (
     Site,
     StepInfo,
 )
-from harness import clocks
-from harness.records import (
+from harness.observers import clocks
+from harness.observers.records import (
     COLLECTIVE_DTYPE,
     PHASE_CODES,
     STEP_DTYPE,

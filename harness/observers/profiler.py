@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from engine.comm.types import CollectiveObserver, ObserverContext, Phase, StepInfo
-from harness.kernels import COMMUNICATION, communicates, split
-from harness.records import PHASE_CODES, SPLIT_DTYPE, STEP_DTYPE, Names, ProfileRecord, Rows
+from harness.observers.kernels import COMMUNICATION, communicates, split
+from harness.observers.records import (
+    PHASE_CODES,
+    SPLIT_DTYPE,
+    STEP_DTYPE,
+    Names,
+    ProfileRecord,
+    Rows,
+)
 
 SKIPPED, PROFILED = 4, 12  # decode steps before the profile and in it
 MARK = "_nothing"
@@ -134,7 +141,7 @@ def cuda_profile() -> Any:
 
 
 def _cuda_mark(device: str) -> Callable[[], None]:
-    from harness.stamp_kernels import Nothing
+    from harness.observers.stamp_kernels import Nothing
 
     return Nothing(device)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.comm.types import Collective, CollectiveObserver, Kind, ObserverContext, Phase, StepInfo
-from harness.records import SkewRecord
+from harness.observers.records import SkewRecord
 
 
 class Delay(Protocol):
@@ -112,7 +112,7 @@ class CudaDelay:
     def __init__(self, device: str) -> None:
         import torch
 
-        from harness.stamp_kernels import Delay as Kernel
+        from harness.observers.stamp_kernels import Delay as Kernel
 
         self._torch = torch
         self._kernel = Kernel(device)

@@ -15,14 +15,14 @@ import numpy as np
 
 from engine.comm.types import CollectiveObserver, Kind, ObserverContext
 from harness.observers.device import SLOTS, DeviceTimer
-from harness.records import RankRecord
+from harness.observers.records import RankRecord
 
 RING = 4096  # steps between two reads of the device's buffer: 17 MB
 REHEARSED = 16  # sizes of rooted collectives that are rehearsed, the most frequent ones
 
 
 class StampRing(Protocol):
-    """harness.stamp_kernels.Stamps, or a stand-in of a test."""
+    """harness.observers.stamp_kernels.Stamps, or a stand-in of a test."""
 
     rows: int
 
@@ -55,7 +55,7 @@ class StampObserver(DeviceTimer):
         self, context: ObserverContext, collectives: bool = True, ring: StampRing | None = None
     ) -> None:
         if ring is None:
-            from harness.stamp_kernels import Stamps
+            from harness.observers.stamp_kernels import Stamps
 
             ring = Stamps(RING, SLOTS, context.device)
         self._ring = ring

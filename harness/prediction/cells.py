@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from engine.shape import ModelShape
-from harness.hardware import fingerprint
-from harness.marker import worst_status
-from harness.pass_plan import NSYS
+from harness.machine.hardware import fingerprint
+from harness.measuring.pass_plan import NSYS
 from harness.prediction.model import Cell, PredictionError
 from harness.store import load
+from harness.tables.marker import worst_status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -160,7 +160,7 @@ def shape_of(model: dict[str, Any], known: dict[str, ModelShape] | None = None) 
     Raises:
         ConfigError: it cannot be found here.
     """
-    from harness.models import resolve_model
+    from harness.machine.models import resolve_model
 
     known = {} if known is None else known
     key = json.dumps(model, sort_keys=True)

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from harness.arguments import numbers
 from harness.calibration.curves import Curves
 from harness.calibration.file import Calibration, path_of
-from harness.console import markdown_table, print_line, print_table, stdout
-from harness.models import PUBLISHED
+from harness.machine.models import PUBLISHED
+from harness.measuring.roofline import Ceilings
 from harness.prediction.cells import measured, shape_of
 from harness.prediction.model import PredictionError
 from harness.prediction.predict import Fitted, fitted, rows
-from harness.roofline import Ceilings
+from harness.settings.arguments import numbers
 from harness.store import NoRunError, StoreError
+from harness.tables.console import markdown_table, print_line, print_table, stdout
 
 NOTHING = (
     "every cell asked for is measured, so nothing is predicted; say what the runs do not hold by "

@@ -20,8 +20,8 @@ import numpy as np
 from engine.shape import ModelShape
 from harness.calibration.curves import Curves
 from harness.calibration.parts import payload
-from harness.records import ITEM_BYTES
-from harness.roofline import Ceilings, mean_decode_cost
+from harness.measuring.roofline import Ceilings, mean_decode_cost
+from harness.observers.records import ITEM_BYTES
 
 TERMS = ("read", "matmul", "layers")
 

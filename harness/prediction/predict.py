@@ -12,10 +12,10 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.shape import ModelShape
 from harness.calibration.curves import CalibrationError, Curves
+from harness.measuring.roofline import Ceilings, weights_read
+from harness.observers.records import ITEM_BYTES
 from harness.prediction.cells import Group
 from harness.prediction.model import Cell, Fit, Parts, PredictionError, fit, parts_of
-from harness.records import ITEM_BYTES
-from harness.roofline import Ceilings, weights_read
 
 AXES = ("tp", "model", "batch")
 

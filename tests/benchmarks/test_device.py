@@ -14,14 +14,14 @@ from engine import EngineConfig, ModelShape, SamplingParams
 from engine.comm.solo import SoloCommunicator
 from engine.comm.types import Phase
 from engine.core import EngineCore
-from engine.launched import Launched
+from engine.execution.launched import Launched
+from engine.execution.runner import Runner
 from engine.models.qwen import Qwen3ForCausalLM
-from engine.request import Request
+from engine.requests.request import Request
 from engine.resolve import resolve
-from engine.runner import Runner
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.weights import checkpoint_tensors, dummy_tensor, load_weights
-from harness.machine import Machine, skip_reason
+from harness.machine.capabilities import Machine, skip_reason
 from tests.support.measuring import Measure
 from tests.support.plans import config as settings
 from tests.support.sampling import race_reference

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.blocks import BlockPool
-from engine.buffers import BatchBuffers
-from engine.request import Request
-from engine.scheduler import Scheduler
-from engine.step import ScheduledSeq, StepPlan
+from engine.inputs.buffers import BatchBuffers
+from engine.requests.request import Request
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import ScheduledSeq, StepPlan
 from tests.support import fake_cuda
 from tests.support.host_steps import PAGE, PARAMS, HostSteps
 from tests.support.measuring import Measure

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from harness.__main__ import conf_folder
-from harness.config import register
-from harness.launcher import compose
+from harness.settings.config import register
+from harness.settings.launcher import compose
 from harness.store import load, write_point
 from tests.support.measuring import Measure
 

@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 
-from engine.request import FinishReason, Request
-from engine.sampling_params import SamplingParams
+from engine.requests.request import FinishReason, Request
+from engine.requests.sampling_params import SamplingParams
 from tests.support.drive import PHASES, Drive, schedules
 from tests.support.fake_model import VOCAB
 

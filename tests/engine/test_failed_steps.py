@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import engine.scheduler
+import engine.scheduling.scheduler
 from engine.comm.types import Phase, StepInfo
 from engine.core import EngineCore
-from engine.messages import Ask, Close, Counters, Results, ToRanks
-from engine.request import FinishReason, Request
-from engine.sampling_params import SamplingParams
-from engine.serve import serve
-from engine.steplog import StepLog
+from engine.execution.steplog import StepLog
+from engine.ranks.messages import Ask, Close, Counters, Results, ToRanks
+from engine.ranks.serve import serve
+from engine.requests.request import FinishReason, Request
+from engine.requests.sampling_params import SamplingParams
 from tests.support.fake_model import FakeRunner, reference
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)

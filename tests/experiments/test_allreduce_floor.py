@@ -12,8 +12,8 @@ from experiments.__main__ import main
 from experiments.allreduce_floor import EXPERIMENT, summary
 from experiments.base import ExperimentError
 from harness.calibration.file import Calibration, path_of
-from harness.point import measure_point
 from harness.store import Results, load
+from harness.sweep.point import measure_point
 from tests.support.fake_backend import make_cfg, make_point
 from tests.support.fake_gpu_backend import FakeGpuBackend
 

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.base import ExperimentError, report
 from experiments.eager_vs_graph import EXPERIMENT, summary
-from harness.cells import compare
-from harness.repeats import read
+from harness.judging.cells import compare
+from harness.judging.repeats import read
 from harness.store import load
 from tests.support.made_runs import noisy, write_cell
 

@@ -14,8 +14,8 @@ import torch
 from experiments.base import ExperimentError, report
 from experiments.levers import EXPERIMENT, LEVERS, TAKEN, cells, summary
 from harness.__main__ import conf_folder
-from harness.config import register
-from harness.launcher import compose
+from harness.settings.config import register
+from harness.settings.launcher import compose
 from harness.store import load
 from tests.support.made_runs import noisy, write_cell
 

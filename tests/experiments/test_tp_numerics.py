@@ -18,7 +18,7 @@ from experiments import greedy
 from experiments.base import ExperimentError, report
 from experiments.greedy import HELD_BACK, Answer, kept, of_transformers, prompts
 from experiments.tp_numerics import COLUMNS, EXPERIMENT, difference, summary
-from harness import models
+from harness.machine import models
 from harness.store import load
 from tests.support.made_tables import write
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.models import with_weights
+from harness.machine.models import with_weights
 from tests.support.checkpoints import Checkpoints
 from tests.support.numerics import logits_by_transformers
 from tests.support.once import one_at_a_time

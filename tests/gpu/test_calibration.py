@@ -11,9 +11,9 @@ import torch
 from harness.calibration.file import OK, Calibration
 from harness.calibration.measure import calibrate
 from harness.calibration.parts import DEVICE_PARTS, plan, sizes
-from harness.machine import Machine
-from harness.nvml import Sampler
-from harness.telemetry import read
+from harness.machine.capabilities import Machine
+from harness.machine.nvml import Sampler
+from harness.machine.telemetry import read
 
 pytestmark = pytest.mark.gpu
 

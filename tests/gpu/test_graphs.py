@@ -11,9 +11,9 @@ import torch
 
 from engine import LLM, FinishReason, SamplingParams
 from engine.comm.types import Phase
-from engine.graphs import bucket_sizes
-from engine.launched import Launched
-from engine.runner import Runner
+from engine.execution.graphs import bucket_sizes
+from engine.execution.launched import Launched
+from engine.execution.runner import Runner
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.execution.prebuild import prebuilding
 from engine.kernels import triton_builds
 from engine.kernels.store_kv import store_kv
 from engine.layers import RMSNorm, RotaryEmbedding, SiluAndMul, norm_and_rotate
-from engine.prebuild import prebuilding
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.probe import Probe
@@ -179,7 +179,7 @@ def test_nothing_is_left_to_build_once_weights_are_loaded(
             yield
         counts.append(triton_builds())
 
-    monkeypatch.setattr("engine.runner.prebuilding", counted)
+    monkeypatch.setattr("engine.execution.runner.prebuilding", counted)
     path = checkpoints(
         dtype="bfloat16",
         hidden_size=size,

@@ -26,7 +26,7 @@ class SlowGpu(CollectiveObserver):
     """A spin before every step, so that the host is always ahead."""
 
     def __init__(self, context: ObserverContext) -> None:
-        from harness.stamp_kernels import Spin
+        from harness.observers.stamp_kernels import Spin
 
         self._spin = Spin(context.device)
         self._spin.set_ns(round(SLOW_US * 1e3))

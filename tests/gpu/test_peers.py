@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.sampling_params import SamplingParams
+from engine.requests.sampling_params import SamplingParams
 from harness.backends import create
-from harness.backends.abilities import PEERS
-from harness.point import measure_point
+from harness.settings.abilities import PEERS
 from harness.store import load
+from harness.sweep.point import measure_point
 from tests.support.fake_backend import make_cfg, make_point
 
 pytestmark = pytest.mark.gpu

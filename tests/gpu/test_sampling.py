@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from engine import LLM, RequestOutput, SamplingParams
-from engine.buffers import SamplingRows
 from engine.config import ResolvedConfig
-from engine.filters import keep_most_probable
-from engine.logprobs import LogprobTensors
-from engine.penalties import PenaltyState
-from engine.request import Request
-from engine.sampling_plan import SamplingPlan
+from engine.execution.sizing import _sampling_reserve
+from engine.inputs.buffers import SamplingRows
+from engine.requests.request import Request
+from engine.sampling.filters import keep_most_probable
+from engine.sampling.logprobs import LogprobTensors
+from engine.sampling.penalties import PenaltyState
+from engine.sampling.plan import SamplingPlan
+from engine.sampling.step_sampler import StepSampler
+from engine.scheduling.step import ScheduledSeq
 from engine.shape import ModelShape
-from engine.sizing import _sampling_reserve
-from engine.step import ScheduledSeq
-from engine.step_sampler import StepSampler
-from harness.attribution import join
-from harness.expected import check_expected
+from harness.measuring.attribution import join
+from harness.measuring.expected import check_expected
 from harness.observers import Stamp
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints

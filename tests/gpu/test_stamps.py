@@ -17,8 +17,8 @@ from engine.comm.symmetric import ONE_SHOT
 from engine.comm.types import CollectiveObserver, ObserverContext, Phase, Site, StepInfo
 from harness.backends import create
 from harness.observers import BacklogObserver, EventObserver, Stamp, StampObserver
-from harness.point import measure_point
 from harness.store import Results, load
+from harness.sweep.point import measure_point
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.fake_backend import make_cfg, make_point
@@ -36,7 +36,7 @@ class SpinCommunicator(Communicator):
     path = "spin"
 
     def __init__(self) -> None:
-        from harness.stamp_kernels import Spin
+        from harness.observers.stamp_kernels import Spin
 
         super().__init__(rank=0, world=2, device="cuda:0")
         self._spin = Spin("cuda:0")
@@ -149,7 +149,7 @@ def test_a_backlog_that_is_too_short_is_noticed() -> None:
 
 def test_the_ring_is_read_when_it_is_full() -> None:
     from harness.observers.device import SLOTS
-    from harness.stamp_kernels import Stamps
+    from harness.observers.stamp_kernels import Stamps
 
     comm = SpinCommunicator()
     observer: CollectiveObserver = StampObserver(context(), ring=Stamps(4, SLOTS, "cuda:0"))

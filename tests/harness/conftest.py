@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import execute
+from harness.sweep import execute
 from tests.support.cli import Cli
 from tests.support.fake_session import FakeSession
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness.config import CHOICES
 from harness.doctor import axes_table, axis_values, installed_table, nsys_row
-from harness.machine import Machine
+from harness.machine.capabilities import Machine
+from harness.settings.config import CHOICES
 from tests.support.plans import CPU
 
 FOUND: dict[str, Any] = {

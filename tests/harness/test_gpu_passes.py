@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from harness.attribution import join
 from harness.calibration.file import Calibration, path_of
-from harness.collective_figures import instrument_cost
-from harness.figure_rows import FigureRows
-from harness.point import PointOutcome, measure_point
-from harness.report import summary, view
-from harness.step_times import StepTimes
+from harness.measuring.attribution import join
+from harness.measuring.step_times import StepTimes
+from harness.rows.collectives import instrument_cost
+from harness.rows.figures import FigureRows
 from harness.store import Results, load
+from harness.sweep.point import PointOutcome, measure_point
+from harness.tables.report import summary, view
 from tests.support.fake_backend import DECODE, host_records, make_cfg, make_point
 from tests.support.fake_gpu_backend import FakeGpuBackend
 

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import pyarrow.parquet as pq
 import pytest
 
-from harness import compare
 from harness.__main__ import main
 from harness.calibration.file import Calibration
-from harness.tables import to_json
+from harness.judging import compare
+from harness.rows.tables import to_json
 from tests.support.cli import Cli
 from tests.support.fake_engine import behave
 from tests.support.made_runs import noisy, write_cell

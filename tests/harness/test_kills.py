@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness.schema import TABLES
 from harness.store import load
+from harness.tables.schema import TABLES
 from tests.support.cli import REAL, ROOT, Cli
 from tests.support.fake_engine import recorded, wait_until
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.plain import jsonable
 from harness.store import StoreError, load, to_arrow, write_point
+from harness.tables.plain import jsonable
 
 
 def points(point_id: str, **columns: Any) -> dict[str, Any]:

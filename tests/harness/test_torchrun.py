@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from harness.__main__ import main
-from harness.device_lock import devices_of, held, held_for_torchrun
-from harness.fingerprint import digest
-from harness.hardware import fingerprint
-from harness.machine import Machine, skip_reason
-from harness.plan import resolve
+from harness.machine.capabilities import Machine, skip_reason
+from harness.machine.fingerprint import digest
+from harness.machine.hardware import fingerprint
+from harness.planning.device_lock import devices_of, held, held_for_torchrun
+from harness.planning.plan import resolve
 from harness.store import load
 from tests.support.nodes import two_nodes
 from tests.support.plans import config, plan, sweep
@@ -65,8 +65,8 @@ def test_the_first_process_of_each_further_node_holds_its_devices(
     monkeypatch.setenv("RANGEFINDER_LOCKS", str(tmp_path))
     for name, value in {"GROUP_RANK": group, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("harness.device_lock.gpus", lambda: [{}, {}])
-    monkeypatch.setattr("harness.device_lock._uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
+    monkeypatch.setattr("harness.planning.device_lock.gpus", lambda: [{}, {}])
+    monkeypatch.setattr("harness.planning.device_lock._uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with held_for_torchrun("wait"):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["GPU-a", "GPU-b"] * taken
@@ -82,7 +82,7 @@ def test_a_further_node_that_is_in_use_says_so_and_ends(
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr("harness.device_lock.gpus", list)
+    monkeypatch.setattr("harness.planning.device_lock.gpus", list)
     with held(["cpu"], "wait", "another run", print):
         assert main(["run", "tp=2", "device_lock=refuse"]) == 1
     err = capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_further_node_that_is_in_use_says_so_and_ends(
 def test_the_caller_holds_the_gpus_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(gpus=4, cores=2, cxx=None, packages={"triton": "3.6"}, processes=4)
     points = plan(sweep({"device": "cuda"}, tp=[1, 4]), machine).points
-    monkeypatch.setattr("harness.device_lock._uuids", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.setattr("harness.planning.device_lock._uuids", lambda: ["GPU-a", "GPU-b"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in {
         "TORCHELASTIC_RUN_ID": "x",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from engine.attention import Attention
-from engine.batch import ForwardBatch
+from engine.inputs.batch import ForwardBatch
 from tests.support.batches import Rows, build_batch
 
 SCALE = 0.37

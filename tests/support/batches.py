@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from engine.batch import ForwardBatch
+from engine.inputs.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.models import Qwen3ForCausalLM
 

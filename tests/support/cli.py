@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.models import TINY
+from harness.machine.models import TINY
 from tests.support.fake_engine import alive, recorded, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import passes, window
+from harness.measuring import window
+from harness.sweep import passes
 
 
 class Clock:

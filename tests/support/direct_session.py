@@ -1,4 +1,4 @@
-"""harness.session.Session without a process: it writes the tables of the fake engine itself."""
+"""harness.sweep.session.Session without a process: it writes the fake engine's tables itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from harness.plan import Point
-from harness.session import Outcome
-from harness.worker import Functions
+from harness.planning.plan import Point
+from harness.sweep.session import Outcome
+from harness.sweep.worker import Functions
 from tests.support import fake_engine
 
 

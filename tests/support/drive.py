@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.core import EngineCore
-from engine.launched import Launched
-from engine.messages import Results
-from engine.request import FinishReason, Request
-from engine.scheduler import Schedule
+from engine.execution.launched import Launched
+from engine.ranks.messages import Results
+from engine.requests.request import FinishReason, Request
+from engine.scheduling.scheduler import Schedule
 from tests.support.fake_model import FakeRunner, reference, spell
 
 PHASES = ("before plan", "planned", "in flight", "collected")

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.execute import Execution
-from harness.plan import Plan, Point
-from harness.runs import RunFolder
-from harness.session import Outcome
-from harness.worker import Functions
+from harness.planning.plan import Plan, Point
+from harness.planning.runs import RunFolder
+from harness.sweep.execute import Execution
+from harness.sweep.session import Outcome
+from harness.sweep.worker import Functions
 from tests.support.plans import plan, sweep
 
 

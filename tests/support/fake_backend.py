@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from engine.comm.types import Kind, Site
-from engine.request import FinishReason, RequestOutput
+from engine.execution.steplog import STEP_DTYPE as ENGINE_STEPS
+from engine.requests.request import FinishReason, RequestOutput
 from engine.shape import ModelShape
-from engine.steplog import STEP_DTYPE as ENGINE_STEPS
-from harness.records import COLLECTIVE_DTYPE, STEP_DTYPE, CountRecord, RankRecord
+from harness.observers.records import COLLECTIVE_DTYPE, STEP_DTYPE, CountRecord, RankRecord
 
 PREFILL, DECODE = 0, 1
 
@@ -225,6 +225,6 @@ def make_cfg(**changes: Any) -> dict[str, Any]:
 
 def make_point(cfg: dict[str, Any], point_id: str = "0123456789ab", index: int = 0) -> Any:
     """A planner's point of that configuration."""
-    from harness.plan import Point
+    from harness.planning.plan import Point
 
     return Point(point_id, index, "0" * 12, {}, cfg)

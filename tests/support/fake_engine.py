@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineDeadError
-from harness.plan import Point
-from harness.worker import Functions
+from harness.planning.plan import Point
+from harness.sweep.worker import Functions
 
 FUNCTIONS = Functions(
     create="tests.support.fake_engine:FakeEngine", measure="tests.support.fake_engine:measure"
@@ -160,9 +160,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def main(arguments: list[str]) -> int:
     """`python -m harness ARGUMENTS` with this engine in the place of the real one."""
     from harness.__main__ import conf_folder
-    from harness.commands import run_points
     from harness.fanout.command import fan_out
-    from harness.launcher import run
+    from harness.settings.launcher import run
+    from harness.sweep.commands import run_points
 
     measure = partial(run_points, functions=FUNCTIONS)
     return run(arguments, conf_folder(), measure, partial(fan_out, functions=FUNCTIONS))

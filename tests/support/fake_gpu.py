@@ -152,8 +152,8 @@ def collectives(comm: Communicator, rows: int = 2, layers: int = 2) -> None:
 
 
 class FakeGraphs:
-    """Replays decode steps as engine.graphs.DecodeGraphs does: observed graphs are captured when
-    their bucket is first used, in the middle of a step."""
+    """Replays decode steps as engine.execution.graphs.DecodeGraphs does: observed graphs are
+    captured when their bucket is first used, in the middle of a step."""
 
     def __init__(self, comm: GpuCommunicator) -> None:
         self._comm = comm

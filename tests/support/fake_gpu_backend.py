@@ -17,7 +17,7 @@ from harness.observers import (
     ProfilerObserver,
     Stamp,
 )
-from harness.records import (
+from harness.observers.records import (
     SPLIT_DTYPE,
     STEP_DTYPE,
     BacklogRecord,

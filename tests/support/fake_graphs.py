@@ -14,11 +14,11 @@ from engine import EngineConfig, ModelShape
 from engine.comm.base import Communicator
 from engine.comm.types import Phase, StepInfo
 from engine.core import EngineCore
-from engine.graphs import Work
-from engine.request import Request
+from engine.execution.graphs import Work
+from engine.execution.runner import Runner
+from engine.requests.request import Request
 from engine.resolve import resolve
-from engine.runner import Runner
-from engine.step import StepPlan
+from engine.scheduling.step import StepPlan
 
 
 class FakeGraph:
@@ -34,8 +34,8 @@ class FakeGraph:
 
 
 class FakeRecorder:
-    """In the place of engine.graphs.Recorder. A capture changes nothing on a device, so what it
-    writes here is taken back.
+    """In the place of engine.execution.graphs.Recorder. A capture changes nothing on a device, so
+    what it writes here is taken back.
 
     Attributes to set before the first replay: `comm`, `last_tokens` (BatchBuffers.last_tokens).
     """
@@ -67,8 +67,8 @@ class FakeRecorder:
 
 
 class GraphRank:
-    """One rank of an engine that replays fake graphs, driven by hand; engine.graphs.Recorder must
-    be FakeRecorder meanwhile.
+    """One rank of an engine that replays fake graphs, driven by hand;
+    engine.execution.graphs.Recorder must be FakeRecorder meanwhile.
 
     Args:
         pipe: steps of rank 0 for the other rank; not used at a world of one.

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from engine.blocks import BlockPool
-from engine.launched import Launched
-from engine.request import FinishReason, Request
-from engine.sampling_params import SamplingParams
-from engine.sampling_plan import SamplingPlan
-from engine.scheduler import Schedule
-from engine.step import StepPlan
+from engine.execution.launched import Launched
+from engine.requests.request import FinishReason, Request
+from engine.requests.sampling_params import SamplingParams
+from engine.sampling.plan import SamplingPlan
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.scheduler import Schedule
+from engine.scheduling.step import StepPlan
 
 VOCAB = 7
 EOS = {0}

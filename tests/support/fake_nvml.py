@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from harness import hardware
+from harness.machine import hardware
 
 
 class FakeNvml:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.plan import Point
-from harness.session import Outcome
-from harness.worker import Functions
+from harness.planning.plan import Point
+from harness.sweep.session import Outcome
+from harness.sweep.worker import Functions
 
 Behaviour = Callable[[Point, int], str]
 
 
 class FakeSession:
-    """Stands for harness.session.Session and keeps a record of what every session did."""
+    """Stands for harness.sweep.session.Session and keeps a record of what every session did."""
 
     made: list[FakeSession]
     behaviour: Behaviour

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.comm.types import Kind, ObserverContext
-from harness.records import RankRecord
+from harness.observers.records import RankRecord
 from tests.support.fake_gpu import GpuCommunicator, collectives, info
 
 STEP = [5000] * 5 + [7000] * 2

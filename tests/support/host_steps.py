@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from engine.buffers import BatchBuffers
 from engine.core import EngineCore
-from engine.launched import Launched
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.sampling_plan import SamplingPlan
-from engine.step import StepPlan
+from engine.execution.launched import Launched
+from engine.inputs.buffers import BatchBuffers
+from engine.requests.request import Request
+from engine.requests.sampling_params import SamplingParams
+from engine.sampling.plan import SamplingPlan
+from engine.scheduling.step import StepPlan
 
 PAGE = 16
 PARAMS = SamplingParams(temperature=0, max_tokens=1 << 20, ignore_eos=True)

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import commands, execute
-from harness.commands import run_points
-from harness.plan import Plan
+from harness.planning.plan import Plan
+from harness.sweep import commands, execute
+from harness.sweep.commands import run_points
 from tests.support import fake_engine
 from tests.support.direct_session import DirectSession
 from tests.support.plans import plan, sweep
@@ -106,8 +106,8 @@ def main(folder: Path, seed: int, sweeps: int, kills: int) -> None:
     import pandas  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    import harness.point
-    import harness.report  # noqa: F401
+    import harness.sweep.point
+    import harness.tables.report  # noqa: F401
 
     execute.Session = DirectSession  # type: ignore[assignment,misc]
     undisturbed = sweep_with_kills(folder / "undisturbed", [])

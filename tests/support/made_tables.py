@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.point import status_only_tables
+from harness.rows.tables import columns
 from harness.store import write_point
-from harness.tables import columns
+from harness.sweep.point import status_only_tables
 from tests.support.fake_backend import make_cfg, make_point
 from tests.support.made_runs import MACHINE
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from engine.comm.types import Kind, Site
-from harness.machine import Machine
-from harness.worker import Functions
+from harness.machine.capabilities import Machine
+from harness.sweep.worker import Functions
 from tests.support.fake_backend import SHAPE
 from tests.support.fake_gpu_backend import FakeGpuBackend
 from tests.support.nsys_export import Call, Export, session
@@ -121,9 +121,9 @@ def write_nsys(folder: Path, *, version: str = "2025.3.2.474") -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    from harness import commands
     from harness.__main__ import conf_folder
-    from harness.launcher import run
+    from harness.settings.launcher import run
+    from harness.sweep import commands
 
     assert arguments[0] == "run"
     Machine.probe = classmethod(lambda cls: GPUS)  # type: ignore[method-assign, assignment]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from harness.models import built
+from harness.machine.models import built
 from tests.support.once import one_at_a_time
 
 PROMPT, DECODES, SEQUENCES = 70, 6, 5

@@ -6,14 +6,14 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.cache import cache_root
+from harness.machine.cache import cache_root
 
 
 @contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
     """Whoever comes later, in this process or in another, waits until the context is left or its
-    process has ended. `harness.models.built` inside it writes once; without it each process would
-    write a copy of its own and all but one would be thrown away."""
+    process has ended. `harness.machine.models.built` inside it writes once; without it each process
+    would write a copy of its own and all but one would be thrown away."""
     cache_root().mkdir(parents=True, exist_ok=True)
     with (cache_root() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

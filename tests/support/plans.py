@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any
 
 from engine.shape import ModelShape
-from harness.config import BenchConfig
-from harness.machine import Machine
-from harness.plan import Model, Plan, build
+from harness.machine.capabilities import Machine
+from harness.planning.plan import Model, Plan, build
+from harness.settings.config import BenchConfig
 
 SHAPE = ModelShape(
     model_type="qwen3",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from harness.point import PointOutcome, measure_point
 from harness.store import Results, load
+from harness.sweep.point import PointOutcome, measure_point
 from tests.support.fake_backend import FakeBackend, make_cfg, make_point
 
 

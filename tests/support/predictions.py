@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.measuring.roofline import Ceilings
 from harness.prediction.model import Fit
-from harness.roofline import Ceilings
 
 CEILINGS = Ceilings(4e12, 8e14)
 TRUE = Fit(read=1.25, matmul=1.6, layers=40.0)

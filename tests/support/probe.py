@@ -13,11 +13,11 @@ import torch
 from engine.comm.base import Communicator
 from engine.comm.solo import SoloCommunicator
 from engine.config import EngineConfig
+from engine.execution.runner import Runner
 from engine.models.qwen import Qwen3ForCausalLM
 from engine.resolve import resolve
-from engine.runner import Runner
+from engine.scheduling.step import StepPlan
 from engine.shape import ModelShape
-from engine.step import StepPlan
 
 
 class Probe:

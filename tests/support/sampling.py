@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.sampling_params import SamplingParams
+from engine.requests.sampling_params import SamplingParams
 from tests.support.checkpoints import reference_logits
 
 MASK = 0xFFFFFFFF

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.blocks import BlockPool
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Schedule, Scheduler
+from engine.requests.request import Request
+from engine.requests.sampling_params import SamplingParams
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.scheduler import Schedule, Scheduler
 
 EOS = 1
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)

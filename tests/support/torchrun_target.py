@@ -1,4 +1,4 @@
-"""What tests/engine/test_nodes.py has torchrun start on two nodes of this machine: engines of tp=2.
+"""What test_nodes.py has torchrun start on two nodes of this machine: engines of tp=2.
 
 CHECKPOINT FILE: the file gets a line of JSON for each thing that was done.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from engine import LLM, ConfigError, EngineDeadError, SamplingParams
 from engine.comm import Collective, CollectiveObserver, ObserverContext
-from engine.nodes import under_torchrun
+from engine.ranks.nodes import under_torchrun
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [31, 41, 59, 26, 53]]
 TOKENS = 6

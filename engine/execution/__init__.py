@@ -1,0 +1,1 @@
+"""One rank's forward: eager, compiled or replayed, warmed up, sized and logged."""

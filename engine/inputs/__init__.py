@@ -1,0 +1,1 @@
+"""A forward's tensors: preallocated, filled from a step's plan, ids read back."""

@@ -1,0 +1,1 @@
+"""One request: its parameters, its state and text, and why it ends."""

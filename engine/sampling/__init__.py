@@ -1,0 +1,1 @@
+"""From logits to token ids: filters, penalties, log-probabilities, noise by counters."""

@@ -1,0 +1,1 @@
+"""Whether two measurements differ: runs compared, benchmarks of commits gated."""

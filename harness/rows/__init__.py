@@ -1,0 +1,1 @@
+"""Rows of the tables, made of one point's records."""

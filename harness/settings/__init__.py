@@ -1,0 +1,1 @@
+"""What may be asked for: command lines, presets, experiments, the checked configuration."""
