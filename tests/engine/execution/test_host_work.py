@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
 from functools import cache
@@ -31,6 +32,8 @@ def counted(batch: int, context: int, depth: int) -> tuple[int, int, int]:
         calls += event in ("call", "c_call")
 
     host.run(PAGE)  # lists and dicts grow now and then
+    gc.collect()  # what earlier tests left would be freed by calls that count
+    gc.disable()
     sys.setprofile(count)
     for _ in range(PAGE):
         host.run(1)
@@ -40,6 +43,7 @@ def counted(batch: int, context: int, depth: int) -> tuple[int, int, int]:
     host.run(PAGE)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    gc.enable()
     return calls, peak, size
 
 
@@ -59,7 +63,9 @@ def test_calls_and_bytes_of_a_step_are_those_of_every_context(depth: int) -> Non
     for calls, peak, message in longer:
         assert calls == short[0]
         assert message == short[2]
-        assert peak == pytest.approx(short[1], rel=0.01)  # an integer's size depends on its value
+        # 31,000 tokens more are 1,936 pages a sequence, 20 % of the peak at a byte a page. It moves
+        # by 1 % with the values of integers and with what other threads of the process do.
+        assert peak == pytest.approx(short[1], rel=0.05)
 
 
 def test_a_message_has_41_bytes_a_sequence_and_4_a_page() -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
@@ -16,8 +17,10 @@ from engine.ranks.links import Door, dial
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door("127.0.0.1")
+def door() -> Iterator[Door]:
+    door = Door("127.0.0.1")
+    yield door
+    door.close()
 
 
 def soon(seconds: float = 60.0) -> float:
