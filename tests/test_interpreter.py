@@ -12,13 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = [
     str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "tests").glob("*/test_*.py"))
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
     if "\nrequire_interpreter()\n" in path.read_text(encoding="utf-8")
 ]
 
 
 def test_modules_are_found() -> None:
     assert "tests/engine/attention/test_triton_attention.py" in MODULES
+    assert "tests/harness/observers/test_stamp_kernels.py" in MODULES
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process")
