@@ -57,7 +57,7 @@ class LLM:
         shape: the model's numbers.
         startup: seconds by phase (spawn_s, load_s, compile_s, capture_s, warmup_s, total_s); None
             for a phase that did not happen.
-        intake, client: for the other forms of this API (stream.py, async_llm.py).
+        intake, client: for the other forms of this API (frontend/stream.py, async_llm.py).
 
     Raises:
         ConfigError, CheckpointError: before or while loading.

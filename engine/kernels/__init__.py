@@ -22,7 +22,7 @@ class Kernels:
 
 USUAL = Kernels()
 """What a module has that is not told, which runs on a CPU too; an engine tells its own
-(resolve.py)."""
+(engine/resolve.py)."""
 
 
 def runs_triton(x: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 Hydra's sweeper takes the jobs of a sweep one by one in the order of the axes; here the whole list
 must be known before the first one starts. So Hydra parses and composes, and nothing else of its run
 machinery (job folders, callbacks, logging) is used, unless a launcher is asked for: that one gets a
-job for each engine (fanout/).
+job for each engine (harness/fanout/).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from harness.settings.words import IsGroup, WordError, check, groups, quoted
 Handler = Callable[[list[dict[str, Any]]], int]
 """All configurations as plain dicts, in the order of the axes -> exit status."""
 FanOut = Callable[[list[dict[str, Any]], str, Any], int]
-"""The same and a launcher's name and `submit` (fanout/command.py) -> exit status."""
+"""The same and a launcher's name and `submit` (harness/fanout/command.py) -> exit status."""
 INFORMATION = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
                "--version")  # fmt: skip
 """Flags with which Hydra prints something and runs nothing; it answers them itself."""

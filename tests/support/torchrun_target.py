@@ -1,4 +1,4 @@
-"""What test_nodes.py has torchrun start on two nodes of this machine: engines of tp=2.
+"""What tests/engine/ranks/test_nodes.py has torchrun start on two nodes here: engines of tp=2.
 
 CHECKPOINT FILE: the file gets a line of JSON for each thing that was done.
 """
