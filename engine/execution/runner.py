@@ -17,7 +17,7 @@ import torch
 from engine.comm.base import Communicator
 from engine.comm.types import Phase, StepInfo
 from engine.config import ResolvedConfig
-from engine.execution import forward as execution
+from engine.execution import forward
 from engine.execution.graphs import Capture, DecodeGraphs
 from engine.execution.launched import Launched
 from engine.execution.prebuild import prebuilding
@@ -64,7 +64,7 @@ class Runner:
         # The current GPU: who starts a rank chooses it, and its number alone does not say which.
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
         self._use_cache_dir(config.cache_dir)
-        self._counted_before = execution.compile_counters()
+        self._counted_before = forward.compile_counters()
         begin = time.perf_counter()
         with prebuilding(config, shape, comm.rank) if on_gpu else nullcontext():
             self.model = Qwen3ForCausalLM(
@@ -93,7 +93,7 @@ class Runner:
         )
         self._readback = Readback(config.max_num_seqs, self.device)
         self._steps = StepLog()
-        self._execution = execution.build(self.model, self.kv_cache, config.compile)
+        self._execution = forward.build(self.model, self.kv_cache, config.compile)
         first_runs = self._warmup()
         warmed = time.perf_counter()
         self._graphs = None if config.enforce_eager else self._capture()
@@ -190,7 +190,7 @@ class Runner:
         """Ever-growing counts of this engine's rank."""
         compiled = {
             name: count - self._counted_before[name]
-            for name, count in execution.compile_counters().items()
+            for name, count in forward.compile_counters().items()
         }
         captures = 0 if self._graphs is None else self._graphs.num_captures
         return {**compiled, "captures": captures, "triton_builds": triton_builds()}

@@ -191,9 +191,8 @@ class _Rows:
     def _figures(self) -> FigureRows:
         from harness.calibration.file import ceilings
         from harness.rows import collectives as collective_figures
-        from harness.rows import costs as cost_figures
+        from harness.rows import costs, metrics
         from harness.rows import device as device_figures
-        from harness.rows import metrics
 
         rows = FigureRows(self.key, lacks=self.backend.lacks)
         passes, shape = self.passes, self.backend.shape
@@ -202,7 +201,7 @@ class _Rows:
         measured = ceilings(self.cfg["results_dir"]) if device == "cuda" else None
         metrics.plain_figures(rows, passes.plain, tp=tp, device=device, clean=clean)
         metrics.energy_figure(rows, passes.plain, gpu_state.of_engine(self.backend.effective))
-        cost_figures.cost_figures(rows, clean, self.cfg, self.backend, measured)
+        costs.cost_figures(rows, clean, self.cfg, self.backend, measured)
         pass_name = pass_plan.HOST if latency is None else latency[0]
         if latency is None:
             collective_figures.without_records(rows, pass_name)

@@ -16,7 +16,7 @@ from engine.execution.launched import Launched
 from engine.execution.runner import Runner
 from engine.parallel import ParallelLMHead
 from engine.requests.request import Request
-from engine.sampling import stage as sampling_stage
+from engine.sampling import stage
 from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.plan import SamplingPlan
 from engine.scheduling.step import ScheduledSeq
@@ -83,7 +83,7 @@ def test_chunks_and_preemption(checkpoints: Checkpoints) -> None:
 def test_rows_are_projected_in_slices(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling_stage, "PROMPT_ROWS", 7)
+    monkeypatch.setattr(stage, "PROMPT_ROWS", 7)
     with small_engine(checkpoints()) as sliced:
         sizes: list[int] = []
         project = ParallelLMHead.partial
