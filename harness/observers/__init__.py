@@ -3,6 +3,8 @@
 An observer's class is its factory, pickled to the ranks by name; where it takes settings, a small
 frozen dataclass holds them. The timer stands last in `factories()`: observers hear `before` in
 order and `after` in reverse, so nothing of another one falls between its two readings.
+
+What they hand over stands in records, which whoever reads it imports from there.
 """
 
 from __future__ import annotations
