@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.settings.config import as_written
-from harness.tables.report import RANKED, settings
+from harness.tables.report import RANKED, REMARKED, settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,3 +64,12 @@ def _values(side: pd.DataFrame) -> Values | None:
 def _said(values: list[str] | None) -> str:
     """None: the version of the harness that ran did not read it back."""
     return "not known" if values is None else " and ".join(values)
+
+
+def remarked(*sides: pd.DataFrame) -> Iterator[str]:
+    """What the notes of A's and B's rows are about, of those that a summary shows."""
+    for name, side in zip("AB", sides, strict=True):
+        text = "; ".join(side["notes"].dropna().unique())
+        kinds = [kind.removesuffix(": ") for kind in REMARKED if kind in text]
+        if kinds:
+            yield f"{name} was measured with the notes {', '.join(kinds)}"

@@ -18,7 +18,7 @@ FILE = "repeats.csv"
 """Name under which a published folder holds them."""
 KEY = ["point_id", "process", "repeat"]
 _TEXT = ["status", "reason", "hardware_fingerprint", "gpu", "cpu", "git_sha", "torch_version",
-         "requested", "effective"]  # fmt: skip
+         "requested", "effective", "notes"]  # fmt: skip
 _POINT = ["run_id", *KEY, "index", *_TEXT]
 
 
@@ -45,7 +45,7 @@ METRICS: dict[str, Metric] = {
     "step_host_us": Metric("lower", "steps"),
 }
 COLUMNS = ["schema_version", *_POINT, *METRICS, "step_source", "sm_clock_mhz"]
-LATER = ("effective",)
+LATER = ("effective", "notes")
 """Columns that published files may lack, which were written before there were these."""
 
 
@@ -54,7 +54,8 @@ def repeats(results: Results) -> pd.DataFrame:
     was not measured is null.
 
     `requested` is the point's configuration as JSON, `effective` what its engine read back (null
-    where none came up, and in files published before there was this column); step_us is the slowest
+    where none came up), `notes` what its row says of the machine meanwhile; both are null in files
+    published before there were these columns. step_us is the slowest
     rank's and, like step_host_us, of decode steps where there is one, else of mixed ones, else of
     prefill; step_source says whose clock it is. On a GPU the step pass runs once an engine, so only
     repeat 0 has step_us. sm_clock_mhz is that of the table of points.

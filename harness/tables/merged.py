@@ -27,10 +27,18 @@ class Merged(Results):
     """
 
     def __init__(
-        self, runs: Sequence[Path], owners: dict[str, Path] | None, notes: list[str]
+        self,
+        runs: Sequence[Path],
+        owners: dict[str, Path] | None,
+        notes: list[str],
+        *,
+        folder: Path | None = None,
+        tables: Sequence[str] = tuple(schema.TABLES),
+        columns: Sequence[str] | None = None,
     ) -> None:
-        """`owners`: the run of each point; None: all are of the only one."""
-        super().__init__(runs[0], tuple(schema.TABLES), None)
+        """`owners`: the run of each point; None: all are of the only one. `folder`: that of all, if
+        not the first run's; `tables` and `columns` as for `store.load`."""
+        super().__init__(folder or runs[0], tables, columns)
         self.runs = list(runs)
         self.notes = notes
         self._owners = owners
@@ -60,8 +68,13 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
         StoreError: a folder that is no run, or a damaged file.
     """
     runs = list(dict.fromkeys(run.resolve() for run in runs))
+    return Merged(runs, *_owned(runs, across_machines))
+
+
+def _owned(runs: Sequence[Path], across_machines: bool) -> tuple[dict[str, Path] | None, list[str]]:
+    """(the run of each point, None if there is only one; notes)"""
     if len(runs) == 1:  # nothing to choose from
-        return Merged(runs, None, [])
+        return None, []
     plans = {run: _plan(run) for run in runs}
     held: dict[str, dict[Path, str]] = {}
     worth: dict[tuple[str, Path], tuple[int, int, str]] = {}
@@ -90,7 +103,7 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
         if len(statuses) > 1:
             said = ", ".join(f"{run.name} ({status})" for run, status in statuses.items())
             notes.append(f"point {point_id} is in {said}; taken from {owners[point_id].name}")
-    return Merged(runs, owners, notes)
+    return owners, notes
 
 
 def of_fan_out(folder: Path, tables: Sequence[str], columns: Sequence[str] | None) -> Merged:
@@ -104,9 +117,7 @@ def of_fan_out(folder: Path, tables: Sequence[str], columns: Sequence[str] | Non
     runs = runs_below(folder)
     if not runs:
         raise NoRunError(f"{folder}: no job has planned its points yet; read it when one has")
-    found = merge(runs, across_machines=True)
-    found.run_dir, found._tables, found._columns = folder, tuple(tables), columns
-    return found
+    return Merged(runs, *_owned(runs, True), folder=folder, tables=tables, columns=columns)
 
 
 def _rank(status: str) -> int:

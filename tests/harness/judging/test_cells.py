@@ -223,3 +223,22 @@ def test_gpus_that_ran_at_other_clocks_decide_nothing(
     if verdict == "AMBIGUOUS":
         assert found.judgement.reason == "the GPUs ran at 1,980 MHz in A and 1,900 MHz in B"
         assert compare(a, b, ["tpot"], across_machines=True).counts()["SLOWER"] == 1
+
+
+def test_what_the_rows_say_of_their_machine_stands_below_the_table(tmp_path: Path) -> None:
+    """Once for all cells that say alike, whose verdicts do not change."""
+    sides = [tmp_path / "run-a", tmp_path / "run-b"]
+    for run, rates in zip(sides, (STEADY, ALIKE), strict=True):
+        for index, batch in enumerate((1, 2)):
+            write_cell(run, rates, index=index, batch=batch)
+    a, b = map(read, sides)
+    quiet = compare(a, b, ["tpot"])
+    b["notes"] = "throttled: sw_power_cap on GPU 0 in 9%; busy machine: other processes used 1 of 2"
+    a.loc[a["point_id"] == a["point_id"].iloc[0], "notes"] = "flag: a step uses 0.1%"
+    found = compare(a, b, ["tpot"])
+    assert found.counts() == quiet.counts() and quiet.notes == ()
+    assert found.notes == (
+        "tp=2 batch=1 enforce_eager=true compile=off: A was measured with the notes flag",
+        "2 cells: B was measured with the notes busy machine, throttled",
+    )
+    assert compare(a.assign(notes=pd.NA), b.assign(notes=pd.NA), ["tpot"]).notes == ()
