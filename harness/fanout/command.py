@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ Submit = Callable[[Callable[[Any], int], Sequence[list[str]], Path], Sequence[An
 """(task, overrides of each job, sweep folder) -> Hydra's returns, once all jobs have ended."""
 START_S = 20.0
 """How long a job may take from its start to its lock, imports included."""
+WATCH_S = 1.0
+"""How often the folders of jobs are asked whether one has ended."""
 
 
 def fan_out(
@@ -55,7 +59,8 @@ def _go(folder: FanOut, launcher: str, submit: Submit) -> int:
     with interrupted_once():
         try:
             overrides = [[f"hydra.sweep.subdir={job.folder.name}"] for job in todo]
-            returns = submit(measure_job, overrides, folder.path) if todo else []
+            with _watched(todo):
+                returns = submit(measure_job, overrides, folder.path) if todo else []
             for job, returned in zip(todo, returns, strict=True):
                 if isinstance(returned._return_value, Exception):
                     _say(f"error: {job.folder.name}: {returned._return_value}")
@@ -74,6 +79,30 @@ def _go(folder: FanOut, launcher: str, submit: Submit) -> int:
     failed = any(line[status] for status in (*FAILED, "pending"))
     failed = failed or any(job.status != 0 for job in folder.jobs)
     return 130 if interrupted else int(failed)
+
+
+@contextmanager
+def _watched(jobs: Sequence[Job]) -> Iterator[None]:
+    """Says of each job that it has ended; launchers say nothing before the last one has."""
+    waiting = [(job, job.ended_ns) for job in jobs]  # None, or when an earlier attempt ended
+    over = threading.Event()
+    thread = threading.Thread(target=_tell_ends, args=(waiting, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _tell_ends(waiting: list[tuple[Job, int | None]], over: threading.Event) -> None:
+    number, last = len(waiting), False
+    while not last:
+        last = over.wait(WATCH_S)  # what ended meanwhile is told still
+        for job, before in [one for one in waiting if one[0].ended_ns not in (None, one[1])]:
+            waiting.remove((job, before))
+            count = f"{number - len(waiting)} of {number}"
+            _say(f"{job.folder.name} has ended with status {job.status} ({count})")
 
 
 def _wait(jobs: Sequence[Job]) -> None:

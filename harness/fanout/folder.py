@@ -57,6 +57,14 @@ class Job:
             return None
 
     @property
+    def ended_ns(self) -> int | None:
+        """When its last attempt ended, by the file system; None if none has, or one runs."""
+        try:
+            return (self.folder / ENDED).stat().st_mtime_ns
+        except OSError:
+            return None
+
+    @property
     def begun(self) -> bool:
         return (self.folder / BEGUN).exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from harness.__main__ import conf_folder
 from harness.fanout import command
 from harness.fanout.command import fan_out
-from harness.fanout.folder import by_engine, list_jobs, open_fan_out
+from harness.fanout.folder import Job, by_engine, list_jobs, open_fan_out
 from harness.machine.fingerprint import surroundings
 from harness.machine.models import TINY
 from harness.settings import launcher
@@ -108,6 +109,33 @@ def test_every_point_has_a_row_in_the_run_of_its_job(jobs: Sweep) -> None:
     assert rows(last["run"]) == [(t, b, "ok", "") for t in (1, 2) for b in (1, 4)]
     assert len(recorded("starts", jobs.folder)) == 2
     assert jobs.run()[1]["run"] != last["run"], "a finished one is not continued"
+
+
+def test_the_end_of_each_attempt_is_told_once(
+    jobs: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = iter((1, 0, 1, 0))
+
+    def submit(task: Any, words: Sequence[list[str]], folder: Path) -> list[SimpleNamespace]:
+        """Jobs in no process of their own, which plan nothing."""
+        returned = []
+        for (word,) in words:
+            job = Job(folder / word.removeprefix("hydra.sweep.subdir="), [])
+            job.begin()
+            returned.append(SimpleNamespace(_return_value=next(statuses)))
+            job.end(returned[-1]._return_value)
+        return returned
+
+    told = []
+    for _ in range(3):
+        fan_out(jobs.configs, "submitit_slurm", submit, FUNCTIONS)
+        said = capsys.readouterr().err.splitlines()
+        told.append([line for line in said if "has ended" in line])
+    assert told == [
+        ["job-000 has ended with status 1 (1 of 2)", "job-001 has ended with status 0 (2 of 2)"],
+        ["job-000 has ended with status 1 (1 of 1)"],
+        ["job-000 has ended with status 0 (1 of 1)"],
+    ]
 
 
 def test_jobs_of_tp_sizes_have_one_limit_whatever_a_rule_leaves_out(jobs: Sweep) -> None:
