@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
     from engine.frontend.call import StreamUpdate
     from engine.llm import LLM
+    from engine.ranks.nodes import under_torchrun
     from engine.requests.request import FinishReason, RequestOutput, TokenLogprobs
     from engine.requests.sampling_params import SamplingParams
     from engine.shape import ModelShape
@@ -44,6 +45,7 @@ _HOMES = {
     "engine.config": ("EngineConfig",),
     "engine.errors": ("CheckpointError", "ConfigError", "EngineDeadError", "RequestError"),
     "engine.llm": ("LLM",),
+    "engine.ranks.nodes": ("under_torchrun",),
     "engine.requests.request": ("FinishReason", "RequestOutput", "TokenLogprobs"),
     "engine.requests.sampling_params": ("SamplingParams",),
     "engine.shape": ("ModelShape",),
@@ -73,6 +75,7 @@ __all__ = [
     "StepInfo",
     "StreamUpdate",
     "TokenLogprobs",
+    "under_torchrun",
 ]
 
 

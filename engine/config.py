@@ -26,7 +26,7 @@ class EngineConfig:
         tp: number of ranks; each is a process of its own when tp > 1.
         dtype: of weights, activations and K/V; auto is the checkpoint's.
         ranks: spawn starts a process for each on this machine; torchrun takes those that torchrun
-            has started, on one node or several (nodes.under_torchrun).
+            has started, on one node or several (engine.under_torchrun).
         load_format: auto reads the checkpoint; dummy fills with seeded normals of std 0.02.
         comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
             symm_mem: all-reduces over memory that the GPUs share (comm/symmetric.py), the rest and

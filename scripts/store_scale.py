@@ -50,7 +50,7 @@ def write_made(run: Path, index: int, rows: int) -> None:
     import numpy as np
     import pyarrow as pa
 
-    from harness.store import write_point
+    from harness.tables.point_files import write_point
 
     draw = np.random.default_rng(index)
     point_id, tp, mode = f"{index:012x}", TP[index % len(TP)], MODES[index // 3 % len(MODES)]

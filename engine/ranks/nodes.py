@@ -200,7 +200,7 @@ def meet(config: ResolvedConfig) -> tuple[str, dict[int, RemoteRank]]:
         absent = sorted({int(name.split()[1]) for name in wanted - set(links)})
         raise ConfigError(
             f"ranks='torchrun': the processes of ranks {absent} did not come within "
-            f"timeout_s={config.timeout_s:g} s; each must be in engine.ranks.nodes.under_torchrun()"
+            f"timeout_s={config.timeout_s:g} s; each must be in engine.under_torchrun()"
         ) from error
     finally:
         door.close()

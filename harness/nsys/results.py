@@ -17,13 +17,13 @@ from harness.rows import device as device_figures
 from harness.rows import tables
 from harness.rows.collectives import labels
 from harness.rows.figures import FigureRows
-from harness.store import to_arrow
+from harness.tables.point_files import to_arrow
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from engine.shape import ModelShape
-    from harness.store import TableData
+    from harness.tables.point_files import TableData
 
 STAMPED = tuple(name for name in LATENCY if name != HOST)
 """Passes whose latencies are the device's, so that kernels compare with them."""

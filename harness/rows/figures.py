@@ -9,8 +9,8 @@ import numpy as np
 
 from harness.measuring.stats import SUMMARY, summary
 from harness.rows.tables import columns
-from harness.store import TableData
 from harness.tables.figures import FIGURES, STATS
+from harness.tables.point_files import TableData
 
 
 class FigureRows:

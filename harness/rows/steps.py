@@ -10,7 +10,7 @@ import numpy as np
 from harness.measuring.pass_plan import PROFILER
 from harness.observers.records import PHASES
 from harness.rows.tables import filled, with_key
-from harness.store import TableData
+from harness.tables.point_files import TableData
 
 if TYPE_CHECKING:
     from harness.measuring.attribution import Joined

@@ -13,9 +13,9 @@ from harness.machine.nvml import used_bytes
 from harness.observers.records import PHASES
 from harness.settings.config import ENGINE_AXES
 from harness.settings.effective import EFFECTIVE
-from harness.store import TableData
 from harness.tables import schema
 from harness.tables.plain import jsonable
+from harness.tables.point_files import TableData
 
 if TYPE_CHECKING:
     from harness.backends.base import Backend

@@ -209,8 +209,8 @@ def write_status(
 ) -> None:
     """The tables of a point that was skipped or whose engine could not say how it ended;
     `environment`: of the machine that it was for, this one if left out."""
-    from harness.store import write_point
     from harness.sweep.point import status_only_tables
+    from harness.tables.point_files import write_point
 
     tables = status_only_tables(
         point,

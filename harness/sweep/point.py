@@ -16,8 +16,8 @@ from harness.measuring.window import MeasurementError
 from harness.rows import steps as step_rows
 from harness.rows import tables
 from harness.rows.figures import FigureRows
-from harness.store import TableData, write_point
 from harness.sweep.passes import Passes, Progress
+from harness.tables.point_files import TableData, write_point
 
 if TYPE_CHECKING:
     from harness.backends.base import Backend

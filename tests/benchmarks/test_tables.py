@@ -10,7 +10,8 @@ import pandas as pd
 from harness.__main__ import conf_folder
 from harness.settings.config import register
 from harness.settings.launcher import compose
-from harness.store import load, write_point
+from harness.store import load
+from harness.tables.point_files import write_point
 from tests.support.measuring import Measure
 
 ROWS = 30_000

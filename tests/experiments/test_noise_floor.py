@@ -14,7 +14,8 @@ import scipy.stats
 from experiments.__main__ import main, names
 from experiments.base import ExperimentError
 from experiments.noise_floor import EXPERIMENT, halved, summary
-from harness.store import load, to_arrow
+from harness.store import load
+from harness.tables.point_files import to_arrow
 from tests.support.made_runs import noisy, write_cell
 
 

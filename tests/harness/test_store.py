@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.store import StoreError, load, to_arrow, write_point
+from harness.store import StoreError, load
 from harness.tables.plain import jsonable
+from harness.tables.point_files import to_arrow, write_point
 
 
 def points(point_id: str, **columns: Any) -> dict[str, Any]:

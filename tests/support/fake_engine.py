@@ -124,7 +124,7 @@ def measure(
 
 def write_tables(point: Point, out_dir: Path, status: str, process: int = 0) -> None:
     """One row of points and one figure, both made up."""
-    from harness.store import write_point
+    from harness.tables.point_files import write_point
 
     key = {"run_id": out_dir.parent.parent.name, "point_id": point.point_id, "process": process}
     row = {**key, **point.axes, "index": point.index, "repeat": 0, "status": status,

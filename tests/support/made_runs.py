@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from harness.rows.figures import FigureRows
-from harness.store import write_point
 from harness.sweep.point import status_only_tables
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg, make_point
 
 MACHINE = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.rows.tables import columns
-from harness.store import write_point
 from harness.sweep.point import status_only_tables
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg, make_point
 from tests.support.made_runs import MACHINE
 

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine import LLM, ConfigError, EngineDeadError, SamplingParams
+from engine import LLM, ConfigError, EngineDeadError, SamplingParams, under_torchrun
 from engine.comm import Collective, CollectiveObserver, ObserverContext
-from engine.ranks.nodes import under_torchrun
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [31, 41, 59, 26, 53]]
 TOKENS = 6

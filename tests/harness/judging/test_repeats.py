@@ -8,7 +8,8 @@ import pytest
 
 from harness.__main__ import main
 from harness.judging.repeats import COLUMNS, METRICS, csv, read
-from harness.store import StoreError, to_arrow, write_point
+from harness.store import StoreError
+from harness.tables.point_files import to_arrow, write_point
 from tests.support.made_runs import columns, write_cell
 
 RATES = [[100.0, 200.0], [400.0, 500.0]]

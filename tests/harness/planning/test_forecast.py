@@ -11,8 +11,8 @@ import pytest
 from harness.planning.forecast import Forecast
 from harness.planning.plan import Plan
 from harness.planning.runs import create
-from harness.store import write_point
 from harness.sweep.point import status_only_tables
+from harness.tables.point_files import write_point
 from tests.support.plans import SURROUNDINGS, plan, sweep
 
 ENVIRONMENT = {"fingerprint": "h"}

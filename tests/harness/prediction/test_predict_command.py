@@ -14,7 +14,7 @@ from harness.calibration.file import Calibration
 from harness.prediction.cells import measured, shape_of
 from harness.prediction.command import main
 from harness.prediction.model import Cell, PredictionError, parts_of
-from harness.store import write_point
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg
 from tests.support.predictions import CEILINGS, SETTINGS, TRUE, calibrated_rows
 

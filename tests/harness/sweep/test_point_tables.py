@@ -14,8 +14,9 @@ from harness.measuring.window import Window
 from harness.rows import steps as step_rows
 from harness.rows.figures import FigureRows
 from harness.rows.metrics import plain_figures
-from harness.store import load, write_point
+from harness.store import load
 from harness.sweep.point import PointOutcome, measure_point, status_only_tables
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import FakeBackend, make_cfg, make_point
 from tests.support.points import figure, measure
 

@@ -10,9 +10,9 @@ import pytest
 
 from harness.rows.figures import FigureRows
 from harness.rows.tables import columns
-from harness.store import write_point
 from harness.sweep.point import status_only_tables
 from harness.tables import report
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg, make_point
 
 GB = 10**9

@@ -13,8 +13,9 @@ import pytest
 
 from harness.__main__ import main
 from harness.rows.figures import FigureRows
-from harness.store import load, write_point
+from harness.store import load
 from harness.tables import export, report
+from harness.tables.point_files import write_point
 from tests.support.made_runs import write_cell
 
 MACHINE = {

@@ -12,8 +12,8 @@ import pytest
 
 from harness.__main__ import main
 from harness.judging.repeats import read
-from harness.store import NoRunError, load
-from harness.tables.merged import MachinesDiffer, merge
+from harness.store import NoRunError, load, merge
+from harness.tables.merged import MachinesDiffer
 from harness.tables.report import summary
 from tests.support.made_runs import MACHINE, write_cell
 

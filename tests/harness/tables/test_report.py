@@ -10,9 +10,9 @@ from rich.console import Console
 
 from harness.measuring.stats import relative_noise, summary, t95
 from harness.rows.figures import FigureRows
-from harness.store import write_point
 from harness.sweep.point import status_only_tables
 from harness.tables import export, report
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg, make_point
 
 

@@ -11,7 +11,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from harness.store import Results, StoreError, load, write_point
+from harness.store import Results, StoreError, load
+from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg, make_point
 from tests.support.made_tables import COLLECTIVE, write
 
