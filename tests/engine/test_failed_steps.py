@@ -49,14 +49,14 @@ def test_a_booking_that_raises_ends_everybody_once(
     requests = [Request(str(i), [1 + i, 2, 3, 4, 5], PARAMS, i, 0.0) for i in range(5)]
     for request in requests:
         core.add(request)
-    real, calls = engine.scheduler.finish_reason, iter(range(1, 1000))
+    real, calls = engine.scheduling.scheduler.finish_reason, iter(range(1, 1000))
 
     def failing(*arguments: Any) -> FinishReason | None:
         if next(calls) == booking:
             raise MemoryError("in the tokenizer, say")
         return real(*arguments)
 
-    monkeypatch.setattr(engine.scheduler, "finish_reason", failing)
+    monkeypatch.setattr(engine.scheduling.scheduler, "finish_reason", failing)
     ended: list[Request] = []
     with pytest.raises(MemoryError):
         drive(core, ended)
