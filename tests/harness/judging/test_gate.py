@@ -203,7 +203,8 @@ def test_a_machine_is_its_hardware_driver_and_versions(monkeypatch: pytest.Monke
     monkeypatch.setattr(hardware, "capture", lambda: machine)
     first = machine_key()
     assert first == machine_key() and len(first) == 12
-    machine["fingerprint"] = "g"  # CPU, cores, memory, GPUs and driver: tests/harness/test_hardware
+    # Of CPU, cores, memory, GPUs and driver: tests/harness/machine/test_hardware.py
+    machine["fingerprint"] = "g"
     second = machine_key()
     machine["versions"] = {"python": "3.11.7", "torch": "3", "numpy": "2"}
     assert len({first, second, machine_key()}) == 3
