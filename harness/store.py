@@ -224,10 +224,14 @@ def load(
 
 
 def merge(runs: Sequence[str | Path], *, across_machines: bool = False) -> Merged:
-    """Opens several run folders as one, each point from one of them; see `merged.merge`."""
+    """Opens several run folders as one, each point from one of them; see `merged.merge`. A
+    fan-out's folder stands for its jobs' runs."""
     from harness.tables import merged
 
-    return merged.merge([Path(run) for run in runs], across_machines=across_machines)
+    found = expanded(Path(run) for run in runs)
+    if not found:
+        raise NoRunError("no run to merge: none is named, or no job has planned its points yet")
+    return merged.merge(found, across_machines=across_machines)
 
 
 def opened(run: str | Path | Results) -> Results:

@@ -67,7 +67,9 @@ def summary(run: str | Path | Results, also: Sequence[str] = ()) -> pd.DataFrame
 
     results = opened(run)
     if len(results.folders()) > 1:
-        raise StoreError(f"{results.run_dir} holds several runs; name one, or merged.merge(...)")
+        raise StoreError(
+            f"{results.run_dir} holds several runs; name one, or harness.store.merge([...])"
+        )
     names = ["run_id", "point_id", "process", "repeat", "index", "status", "reason", "notes"]
     points = results.table("points", [*names, "requested", "hardware_fingerprint", *AXES])
     points["backend"] = points["backend"].fillna("native")  # skipped before there were others

@@ -60,6 +60,15 @@ def test_the_rows_of_all_runs_in_their_order_with_ratios_between_them(runs: list
     assert list(frame.columns) == list(summary(runs[0]).columns)
 
 
+def test_a_fan_out_stands_for_its_runs(tmp_path: Path, runs: list[Path]) -> None:
+    other = make(tmp_path / "c", "2026-01-03", cell(4, 70.0, tp=4))
+    frame = summary(merge([fan_out(tmp_path / "jobs", runs), other]))
+    assert list(frame["output_tok_s"]) == [100.0, 50.0, 120.0, 80.0, 70.0]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(NoRunError, match="no job has planned"):
+        merge([fan_out(tmp_path / "none", [])])
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_point_of_two_runs_is_taken_from_the_better_one_then_from_the_newer(
     tmp_path: Path, order: tuple[int, int]
