@@ -105,7 +105,7 @@ class Forecast:
         if not running:
             return []
         if not self.points and not self.starts:
-            what = "hold none of these points" if self.runs else "there are none"
+            what = "they hold none of these points" if self.runs else "there are none"
             return [f"time unknown: it is taken from earlier runs of this machine, and {what}"]
         engines = _engine_starts(running)
         known_starts = sum(count for key, count in engines.items() if key in self.starts)

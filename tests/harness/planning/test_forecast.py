@@ -77,7 +77,7 @@ def test_without_earlier_runs_nothing_is_invented(tmp_path: Path) -> None:
     earlier(tmp_path, other, {1: 1.0, 4: 1.0}, start_s=1.0)
     assert Forecast.of(made, tmp_path).lines() == [unknown + "there are none"]
     earlier(tmp_path, plan(sweep({"tp": 2}, batch=[1, 4])), {1: 1.0, 4: 1.0}, start_s=1.0)
-    assert Forecast.of(made, tmp_path).lines() == [unknown + "hold none of these points"]
+    assert Forecast.of(made, tmp_path).lines() == [unknown + "they hold none of these points"]
 
 
 @pytest.mark.parametrize(
