@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from harness.machine.capabilities import Machine, skip_reason
@@ -31,8 +30,9 @@ NO_BYTECODE = (
 def doctor() -> int:
     """Prints what was found; always 0, since nothing that is missing is a fault."""
     from harness.machine.hardware import capture
+    from harness.tables.console import stdout
 
-    console = Console()
+    console = stdout()
     machine, found = Machine.probe(), capture()
     console.print(installed_table(found, machine))
     console.print()
@@ -42,7 +42,8 @@ def doctor() -> int:
 
 def installed_table(found: dict[str, Any], machine: Machine) -> Table:
     """What `hardware.capture()` and the planner's probe found."""
-    table = Table("", "found", "what it is for", box=None, pad_edge=False, title_justify="left")
+    purpose = Column("what it is for", overflow="fold")  # whole at any width, to be copied
+    table = Table("", "found", purpose, box=None, pad_edge=False, title_justify="left")
     memory = found["memory_bytes"]
     cores = f"{found['cpu']}, {found['cpu_cores']} cores"
     table.add_row("cpu", cores if memory is None else f"{cores}, {memory / 2**30:.0f} GiB", "")
@@ -72,7 +73,7 @@ def nsys_row(nvtx: str | None) -> tuple[str, str]:
 
 def axes_table(machine: Machine) -> Table:
     """One row an axis value: whether a point with it runs here, or why not."""
-    table = Table("axis", "value", "here", box=None, pad_edge=False)
+    table = Table("axis", "value", Column("here", overflow="fold"), box=None, pad_edge=False)
     for axis, value, reason in axis_values(machine):
         table.add_row(axis, as_written(value), Text(reason or "runs"))  # [peers] is no markup
     return table

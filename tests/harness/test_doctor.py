@@ -38,6 +38,15 @@ def shown(table: Any) -> list[list[str]]:
     return [line.split() for line in out.getvalue().splitlines()]
 
 
+def test_commands_are_whole_at_any_width() -> None:
+    out = io.StringIO()
+    found = {**FOUND, "versions": {"nano_vllm": None}}
+    table = installed_table(found, Machine(gpus=0, cores=2, cxx=None, packages={}))
+    Console(file=out, width=60).print(table)
+    said = "".join(out.getvalue().split())
+    assert "pipinstallgit+https://github.com/GeeeekExplorer/nano-vllm" in said
+
+
 def test_on_a_cpu_without_a_compiler() -> None:
     machine = Machine(gpus=0, cores=2, cxx=None, packages={})
     reasons = {(axis, value): reason for axis, value, reason in axis_values(machine)}
