@@ -224,14 +224,10 @@ def load(
 
 
 def merge(runs: Sequence[str | Path], *, across_machines: bool = False) -> Merged:
-    """Opens several run folders as one, each point from one of them; see `merged.merge`. A
-    fan-out's folder stands for its jobs' runs."""
+    """Opens several run folders as one, each point from one of them; see `merged.merge`."""
     from harness.tables import merged
 
-    found = expanded(Path(run) for run in runs)
-    if not found:
-        raise NoRunError("no run to merge: none is named, or no job has planned its points yet")
-    return merged.merge(found, across_machines=across_machines)
+    return merged.merge([Path(run) for run in runs], across_machines=across_machines)
 
 
 def opened(run: str | Path | Results) -> Results:

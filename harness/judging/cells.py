@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from harness.judging.differences import effective, of_one_side, remarked
+from harness.judging.differences import disturbed, effective, of_one_side
 from harness.judging.repeats import METRICS
 from harness.judging.verdict import Judgement, Repeats, Verdict, judge
 from harness.measuring.pass_plan import NSYS
@@ -130,7 +130,7 @@ def compare(
             continue
         otherwise = effective(one, other)
         notes += [f"{_named(asked, shown)}: effective {text}" for text in otherwise]
-        notes += [f"{_named(asked, shown)}: {text}" for text in remarked(one, other)]
+        notes += [f"{_named(asked, shown)}: {text}" for text in disturbed(one, other)]
         for metric in metrics:
             missing = one[metric].isna().all() and other[metric].isna().all()
             if missing and statuses == {"ok"}:

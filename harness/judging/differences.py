@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.settings.config import as_written
-from harness.tables.report import RANKED, REMARKED, settings
+from harness.tables.report import RANKED, REMARKED, remarked, settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,10 +66,11 @@ def _said(values: list[str] | None) -> str:
     return "not known" if values is None else " and ".join(values)
 
 
-def remarked(*sides: pd.DataFrame) -> Iterator[str]:
+def disturbed(*sides: pd.DataFrame) -> Iterator[str]:
     """What the notes of A's and B's rows are about, of those that a summary shows."""
     for name, side in zip("AB", sides, strict=True):
-        text = "; ".join(side["notes"].dropna().unique())
-        kinds = [kind.removesuffix(": ") for kind in REMARKED if kind in text]
+        notes = [note for text in side["notes"].dropna().unique() for note in remarked(text)]
+        kinds = [kind for kind in REMARKED if any(note.startswith(kind) for note in notes)]
         if kinds:
-            yield f"{name} was measured with the notes {', '.join(kinds)}"
+            said = ", ".join(kind.removesuffix(": ") for kind in kinds)
+            yield f"{name} was measured with the notes {said}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.store import NoRunError, Results, StoreError
 from harness.tables import schema
-from harness.tables.fan_outs import runs_below
+from harness.tables.fan_outs import expanded, runs_below
 from harness.tables.marker import worst_status
 from harness.tables.report import RANKED
 
@@ -57,7 +57,7 @@ class Merged(Results):
 
 
 def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
-    """Opens several run folders as one.
+    """Opens several run folders as one; a fan-out's stands for the runs of its jobs.
 
     A point that several hold is taken from one of them: a run where it is ok (or contaminated)
     before one where it was skipped, and that before one where it failed; of equals the one with
@@ -65,9 +65,12 @@ def merge(runs: Sequence[Path], *, across_machines: bool = False) -> Merged:
 
     Raises:
         MachinesDiffer: figures of several machines, unless `across_machines`.
-        StoreError: a folder that is no run, or a damaged file.
+        NoRunError: no folder, or one that is no run.
+        StoreError: a damaged file.
     """
-    runs = list(dict.fromkeys(run.resolve() for run in runs))
+    runs = list(dict.fromkeys(run.resolve() for run in expanded(runs)))
+    if not runs:
+        raise NoRunError("no run to merge: none is named, or no job has planned its points yet")
     return Merged(runs, *_owned(runs, across_machines))
 
 

@@ -220,6 +220,11 @@ def remarks(frame: pd.DataFrame) -> list[str]:
     return said
 
 
+def remarked(notes: str) -> list[str]:
+    """Those of a row's notes that a reader must see."""
+    return [note for note in notes.split("; ") if note.startswith(REMARKED)]
+
+
 def _remark(point: pd.Series) -> str:
     """Why a point is not ok, and what its timing disturbed."""
     import pandas as pd
@@ -230,7 +235,7 @@ def _remark(point: pd.Series) -> str:
         said.append(f"reading the collectives adds {share:.0%} to a step")
     notes = point.get("notes")
     if isinstance(notes, str):
-        found = [note for note in notes.split("; ") if note.startswith(REMARKED)]
+        found = remarked(notes)
         busy = [note for note in found if note.startswith(BUSY)]
         said += [note for note in found if note not in busy[1:]]
         if len(busy) > 1:

@@ -234,7 +234,9 @@ def test_what_the_rows_say_of_their_machine_stands_below_the_table(tmp_path: Pat
     a, b = map(read, sides)
     quiet = compare(a, b, ["tpot"])
     b["notes"] = "throttled: sw_power_cap on GPU 0 in 9%; busy machine: other processes used 1 of 2"
-    a.loc[a["point_id"] == a["point_id"].iloc[0], "notes"] = "flag: a step uses 0.1%"
+    a.loc[a["point_id"] == a["point_id"].iloc[0], "notes"] = (
+        "flag: a step uses 0.1%; cache on a busy machine"
+    )
     found = compare(a, b, ["tpot"])
     assert found.counts() == quiet.counts() and quiet.notes == ()
     assert found.notes == (
