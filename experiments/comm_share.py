@@ -52,6 +52,7 @@ COLUMNS = {
     "comm_share": Column("(transfer + wait + gather) / step_us", ".1%"),
     "launch_gap_us": Column("all time in which no kernel runs, by CUPTI", ".1f"),
     "profiled_us": Column("first to last kernel of a step that CUPTI watches", ".1f"),
+    "off_profiled": Column("sum_us / profiled_us - 1: compute and gaps are of that step", ".1%"),
     "reason": Column("why there is no sum"),
 }
 
@@ -88,6 +89,7 @@ def _row(point: Point, row: dict[str, Any]) -> dict[str, Any]:
     if found["reason"] is None:
         found["sum_us"] = sum(row[name] for name in PARTS)
         found["off"] = found["sum_us"] / row["step_us"] - 1
+        found["off_profiled"] = found["sum_us"] / row["profiled_us"] - 1
     return found
 
 
@@ -111,7 +113,10 @@ def verdict(frame: pd.DataFrame) -> Finding:
     if len(far):
         slower = (far["profiled_us"] / far["step_us"] - 1).max()
         modes = ", ".join(sorted(set(far["mode"].dropna())))
-        text += f"; the others ran {modes}, whose steps last up to {slower:+.1%} under CUPTI"
+        text += (
+            f"; the others ran {modes}, whose steps last up to {slower:+.1%} under CUPTI: their "
+            f"sum is {between(far['off_profiled'], '+.1%')} from the steps that CUPTI watched"
+        )
     return Finding(len(far) == 0, text)
 
 
