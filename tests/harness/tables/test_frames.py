@@ -116,7 +116,7 @@ def test_the_readmes_snippet_draws_a_line_a_mode_of_each_published_model(
     """The values are those of the README's own table."""
     monkeypatch.chdir(ROOT)
     lines = drawn("README.md")
-    assert len(lines) == 18
+    assert len(lines) == 19
     two = {batch: round(rate) for batch, rate in lines["(qwen3-8b, 128.0, False, off, 2)"].items()}
     assert two == {1: 285, 8: 2156, 32: 7188, 128: 19327, 256: 25235}
     assert round(lines["(qwen3-8b, 128.0, False, off, 1)"][256]) == 16710
