@@ -23,7 +23,8 @@ ENGINE_FIELDS = ("backend", *ENGINE_AXES, "model", "engine", "cache")
 CODE_FIELDS = ("backend", "tp", "compile", "attention", "comm", "page_size", "dtype", "device",
                "model")  # fmt: skip
 """What compiled code may depend on: engines that agree in these share a kept compile cache, so that
-eager and captured forms, or other limits on memory, find each other's code."""
+eager and captured forms, or other numbers of pages, find each other's code. What another
+engine.max_model_len or max_num_seqs left there is not taken: its tables have other sizes."""
 MEASURE_FIELDS = ("batch", "workload", "measure", "instrument", "timing")
 
 
