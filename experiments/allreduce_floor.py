@@ -74,7 +74,8 @@ def summary(results: Results) -> pd.DataFrame:
 
 def in_steps(results: Results) -> pd.DataFrame:
     """Decode steps' collectives: _KEY and time_us, one row each, of rank 0. One- and two-shot are
-    one path, as in a calibration, where a size decides between them too."""
+    one path, as in a calibration, where a size decides between them too; symm_fused is one of its
+    own, whose time holds the addition and the norm in steps as in a calibration."""
     from engine.comm.symmetric import ONE_SHOT, TWO_SHOT
 
     wanted = [*_KEY, "pass", "phase", "rank", "latency_us", "transfer_us"]
