@@ -188,7 +188,7 @@ def supported(group: Fitted, cell: Cell, memory_bytes: int | None = None) -> Non
     if cell.tp > 1 and cell.path not in {c.path for c in cells}:
         for one, reason in group.apart:
             if one.path == cell.path:
-                raise PredictionError(reason)
+                raise PredictionError(f"no cell by comm={one.path} is in the fit: {reason}")
     batches = sorted({c.batch for c in cells})
     if not batches[0] <= cell.batch <= batches[-1]:
         raise PredictionError(
