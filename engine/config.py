@@ -31,7 +31,8 @@ class EngineConfig:
         comm: how ranks talk; whatever is asked for, tp=1 has nobody to talk to and runs `solo`.
             symm_mem: all-reduces over memory that the GPUs share (comm/symmetric.py), the rest and
             what that cannot sum by NCCL; symm_fused: and a sum that a norm follows is one kernel
-            with it (comm/fused.py); auto: symm_mem where it can be, else nccl; gloo on a CPU.
+            with it (comm/fused.py), but in compiled code, which sums as by symm_mem; auto:
+            symm_fused where it can be, else nccl; gloo on a CPU.
         device: auto is cuda where a GPU is visible, else cpu. cuda:2 is GPUs 2, 3, .. for ranks
             0, 1, .. (cuda is cuda:0), so that one process can put engines on different GPUs.
         enforce_eager: True: no CUDA graphs.
@@ -40,7 +41,8 @@ class EngineConfig:
         fused: own kernels of steps on a GPU that torch does not compile. none: torch's operators;
             layers: norm, residual add + norm, norm + rotation of Q and K, and SwiGLU's activation
             are one kernel each; store: and the one that rotates K writes K and V to the cache;
-            auto: store on a GPU, none on a CPU.
+            auto: store on a GPU, none on a CPU. By comm=symm_fused the addition and norm behind a
+            sum over ranks are part of that one's kernel with each of them.
         linear: products with the layers' weights. torch: cuBLAS; triton: those of few rows by an
             own kernel where that is faster (kernels/linear.py), with SwiGLU's activation in it;
             auto: triton on a GPU, torch on a CPU.

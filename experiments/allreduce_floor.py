@@ -37,7 +37,7 @@ COLUMNS = {
                          "broadcast of the root's latency, waiting included", ".1f"),
     "in_step_n": Column("collectives that it rests on", ".0f"),
     "ratio": Column("in_step_us / alone_us", ".2f"),
-    "algbw": Column("GB/s alone: bytes / time", ".3g"),
+    "algbw": Column("GB/s alone: bytes / time; none of symm_fused, whose time holds a norm", ".3g"),
     "busbw": Column("GB/s alone: algbw x 2(n-1)/n, (n-1)/n or 1", ".3g"),
     "in_step_algbw": Column("GB/s in steps", ".3g"),
     "in_step_busbw": Column("GB/s in steps", ".3g"),
@@ -74,7 +74,8 @@ def summary(results: Results) -> pd.DataFrame:
 
 def in_steps(results: Results) -> pd.DataFrame:
     """Decode steps' collectives: _KEY and time_us, one row each, of rank 0. One- and two-shot are
-    one path, as in a calibration, where a size decides between them too."""
+    one path, as in a calibration, where a size decides between them too; symm_fused is one of its
+    own, whose time holds the addition and the norm in steps as in a calibration."""
     from engine.comm.symmetric import ONE_SHOT, TWO_SHOT
 
     wanted = [*_KEY, "pass", "phase", "rank", "latency_us", "transfer_us"]
@@ -136,15 +137,17 @@ def _alone(
 def _row(
     key: dict[str, Any], alone: Mapping[str, Any], of_size: pd.DataFrame | None
 ) -> dict[str, Any]:
+    from engine.comm.fused import FUSED
     from engine.comm.types import Kind
     from harness.measuring.roofline import bus_factor
 
+    moves_only = key["path"] != FUSED  # whose time holds an addition and a norm too
     row: dict[str, Any] = {**key, **dict.fromkeys(c for c in COLUMNS if c != "mode")}
     factor = bus_factor(Kind[key["kind"].upper()], key["world"])
     alone_us = alone.get("transfer_us")
     row |= {"alone_us": alone_us, "p10": alone.get("p10_us"), "p90": alone.get("p90_us")}
     row |= {"alone_n": alone.get("n"), "step": alone.get("mark"), "reason": alone.get("reason")}
-    if alone_us is not None and alone_us > 0:
+    if alone_us is not None and alone_us > 0 and moves_only:
         row["algbw"] = key["bytes"] / alone_us / 1e3
         row["busbw"] = row["algbw"] * factor
     if of_size is None:
@@ -152,7 +155,7 @@ def _row(
     times = of_size["time_us"]
     time_us = float(times.median() if alone.get("stat") == "p50" else times.mean())
     row |= {"in_step_us": time_us, "in_step_n": len(times)}
-    if time_us > 0:
+    if time_us > 0 and moves_only:
         row["in_step_algbw"] = key["bytes"] / time_us / 1e3
         row["in_step_busbw"] = row["in_step_algbw"] * factor
     if alone_us is not None and alone_us > 0:

@@ -35,7 +35,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "engine.linear": ("torch", "triton"),
 }
 """Settings and their values, each measured against those before it."""
-TAKEN = {"engine.overlap": True, "attention": "flash2_triton", "comm": "symm_mem",
+TAKEN = {"engine.overlap": True, "attention": "flash2_triton", "comm": "symm_fused",
          "engine.fused": "store", "engine.linear": "triton"}  # fmt: skip
 """What the engine takes on a GPU when it is not told (engine/resolve.py)."""
 JUDGED = (*DEFAULT, "step_host_us", "ttft")

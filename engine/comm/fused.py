@@ -22,6 +22,14 @@ MAX_ROWS = 1024
 FUSED = "symm_fused"
 
 
+def most_rows(size: int, dtype: torch.dtype, world: int) -> int:
+    """Rows of the largest sum of summands [rows, size] that the one kernel takes; 0: it takes none,
+    since it does not sum the dtype or a row is no multiple of 16 bytes."""
+    if size * dtype.itemsize % ALIGNMENT or dtype not in DTYPES:
+        return 0
+    return min(MAX_ROWS, SIDE_BYTES // ((world - 1) * size * dtype.itemsize))
+
+
 class FusedCommunicator(SymmetricCommunicator):
     """A row-parallel product goes to one of two sides in turn, where the peers read it while this
     rank goes on to write the other (kernels/reduce_triton.py). Sums that no norm follows, larger
@@ -51,13 +59,7 @@ class FusedCommunicator(SymmetricCommunicator):
 
     def fits(self, rows: int, size: int, dtype: torch.dtype) -> bool:
         """Whether a sum of summands [rows, size] is for the one kernel."""
-        nbytes = rows * size * dtype.itemsize
-        return (
-            0 < rows <= MAX_ROWS
-            and nbytes * (self.world - 1) <= SIDE_BYTES
-            and size * dtype.itemsize % ALIGNMENT == 0
-            and dtype in DTYPES
-        )
+        return 0 < rows <= most_rows(size, dtype, self.world)
 
     def partial_linear(
         self,

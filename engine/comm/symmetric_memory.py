@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from engine.errors import ConfigError
 
+_OVER = "sums over memory that the GPUs share (comm=symm_fused, symm_mem)"
 _INSTEAD = "set comm=nccl"
 
 
@@ -62,7 +63,7 @@ class SymmetricMemory:
             self._handle = symm_mem.rendezvous(self.bytes, self._group)
         except (ImportError, AttributeError, RuntimeError) as error:
             raise ConfigError(
-                f"comm='symm_mem': torch {torch.__version__} cannot share {nbytes} bytes among "
+                f"{_OVER}: torch {torch.__version__} cannot share {nbytes} bytes among "
                 f"{world} GPUs: {error}; {_INSTEAD}"
             ) from error
 
@@ -140,6 +141,6 @@ def _check_peers(own: int, rank: int, world: int) -> None:
     for peer in range(own - rank, own - rank + world):
         if peer != own and not torch.cuda.can_device_access_peer(own, peer):
             raise ConfigError(
-                f"comm='symm_mem': GPU {own} cannot reach the memory of GPU {peer} (no P2P; see "
+                f"{_OVER}: GPU {own} cannot reach the memory of GPU {peer} (no P2P; see "
                 f"nvidia-smi topo -p2p r); {_INSTEAD}"
             )

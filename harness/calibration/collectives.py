@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.comm.types import Kind
-from harness.calibration.parts import Curve, marks, sizes
+from engine.comm.types import Kind, Site
+from harness.calibration.parts import (
+    DTYPE,
+    FUSED,
+    FUSED_HOLDS,
+    Curve,
+    fused_shapes,
+    marks,
+    sizes,
+)
 from harness.measuring.roofline import bus_factor
 
 if TYPE_CHECKING:
     from engine.comm.base import Communicator
-    from harness.calibration.pairs import Pairs
+    from harness.calibration.pairs import Enqueue, Pairs
 
 COARSE = 0.01
 """A timer whose tick is above this part of a time gives means; below it medians, which rare
 disturbances do not move."""
+FUSED_INNER = 128
+"""Columns of the input whose product is a summand of FUSED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,7 @@ class Readings:
 
     Attributes:
         pairs_ns: [rounds, pairs] as read, NaN in rounds that starved; floor_ns: of the method.
+        rows: of the summands, where FUSED sums them; else None.
     """
 
     bytes: int
@@ -35,6 +46,7 @@ class Readings:
     floor_ns: float
     tick_ns: int
     source: str
+    rows: int | None = None
 
 
 class CollectiveMeter:
@@ -43,18 +55,50 @@ class CollectiveMeter:
     def __init__(self, comm: Communicator, device: str, pairs: Pairs | None = None) -> None:
         from harness.calibration.pairs import device_pairs
 
-        self._comm, self._device = comm, device.partition(":")[0]
+        self._comm, self._at, self._device = comm, device, device.partition(":")[0]
         self._pairs = device_pairs(device) if pairs is None else pairs
 
     def __call__(self, name: str) -> list[Readings]:
         """Every size of a curve, in the same order on every rank."""
         curve = Curve.named(name)
+        if curve.path == FUSED:
+            shapes = fused_shapes(curve.world, self._device)
+            return [self._measure_fused(curve.mode, *shape) for shape in shapes]
         return [self._measure(curve, *size) for size in sizes(curve.kind, self._device)]
 
     def _measure(self, curve: Curve, nbytes: int, dtype: str) -> Readings:
         run = self._comm.rehearse(Kind[curve.kind.upper()], nbytes, dtype)
-        found = self._pairs.measure(curve.mode, self._comm.align, run)
-        floor = self._pairs.floor_ns(curve.mode)
+        return self._readings(curve.mode, self._comm.align, run, nbytes, dtype)
+
+    def _measure_fused(self, mode: str, rows: int, hidden: int) -> Readings:
+        """What Communicator.reduce_add_norm does behind a row-parallel product, which is made anew
+        in front of each and not timed. A round is an even number of sums, as a step is, so that
+        each round and each replay begins with the first of the two sides."""
+        import torch
+
+        from engine.layers import RMSNorm
+
+        of: dict[str, Any] = {"dtype": getattr(torch, DTYPE[self._device]), "device": self._at}
+        x, weight = torch.zeros(rows, FUSED_INNER, **of), torch.zeros(hidden, FUSED_INNER, **of)
+        residual, norm = torch.zeros(rows, hidden, **of), RMSNorm(hidden, 1e-6, **of)
+        norm.weight.fill_(1.0)
+        summand = torch.empty(0)
+
+        def align() -> None:
+            nonlocal summand
+            summand = self._comm.partial_linear(x, weight, None)
+            self._comm.align()
+
+        def run() -> None:
+            self._comm.reduce_add_norm(summand, residual, norm, Site.ATTN_O_PROJ)
+
+        found = self._readings(mode, align, run, residual.nbytes, DTYPE[self._device])
+        return replace(found, rows=rows)
+
+    def _readings(
+        self, mode: str, align: Enqueue, run: Enqueue, nbytes: int, dtype: str
+    ) -> Readings:
+        found, floor = self._pairs.measure(mode, align, run), self._pairs.floor_ns(mode)
         return Readings(nbytes, dtype, found, floor, self._pairs.tick_ns, self._pairs.source)
 
 
@@ -75,7 +119,8 @@ def row(curve: Curve, ranks: Sequence[Readings]) -> dict[str, Any]:
     root's own; less the floor, never clamped. wait_us is the mean of what ranks read above it: what
     is left of skew, and how much a coarse tick biases the minimum. stat says whether transfer_us is
     the median or, where the tick is coarse, the mean. algbw = bytes / transfer_us, busbw by
-    nccl-tests' factors. A figure that does not exist is None, and `reason` says why.
+    nccl-tests' factors. A figure that does not exist is None, and `reason` says why. Of FUSED the
+    row has `rows`, the summands', and `holds`, what its times are of, besides.
     """
     first = ranks[0]
     assert {(r.bytes, r.dtype) for r in ranks} == {(first.bytes, first.dtype)}
@@ -88,6 +133,8 @@ def row(curve: Curve, ranks: Sequence[Readings]) -> dict[str, Any]:
         "n": len(kept), "n_starved": len(latency) - len(kept),
         "floor_us": float(np.mean([r.floor_ns for r in ranks])) / 1e3, "tick_us": tick_us,
     }  # fmt: skip
+    if curve.path == FUSED:
+        found |= {"rows": first.rows, "holds": FUSED_HOLDS}
     names = ("transfer_us", "stat", "p10_us", "p50_us", "p90_us", "mean_us", "wait_us",
              "algbw_GBps", "busbw_GBps", "reason")  # fmt: skip
     found |= dict.fromkeys(names)
@@ -104,6 +151,8 @@ def row(curve: Curve, ranks: Sequence[Readings]) -> dict[str, Any]:
         found |= {f"p{q}_us": float(np.percentile(transfer, q)) for q in (10, 50, 90)}
     if time_us <= 0:
         return found | {"reason": "no bandwidth: the time is not above the floor"}
+    if curve.path == FUSED:
+        return found | {"reason": f"no bandwidth: the time is of {FUSED_HOLDS}"}
     algbw = first.bytes / time_us / 1e3
     factor = bus_factor(Kind[curve.kind.upper()], curve.world)
     return found | {"algbw_GBps": algbw, "busbw_GBps": algbw * factor}

@@ -17,7 +17,7 @@ from harness.observers.backlog import CudaHold, Held
 from harness.observers.stamps import StampRing
 
 Enqueue = Callable[[], None]
-PAIRS = 32  # of one round: behind one spin, or in one graph
+PAIRS = 32  # of one round: behind one spin, or in one graph; even, as sums of a step are
 LAUNCHED_ROUNDS, REPLAYED_ROUNDS = 8, 32
 SLOTS = 2 + 2 * PAIRS  # as in observers/device.py: a row's begin and end, then the pairs
 SPIN_US = 20_000.0  # the host needs some 2 ms for 32 pairs
@@ -41,7 +41,10 @@ class Pairs(Protocol):
 
     def measure(self, mode: str, align: Enqueue, run: Enqueue) -> np.ndarray:
         """[rounds, pairs] ns as read, NaN in rounds that starved. Every rank must call it with the
-        same collective at the same place."""
+        same collective at the same place.
+
+        Each pair is of `align()`, which is not read, and `run()` behind it; they are called by
+        turns, an even number of times in each round, a warm-up's included."""
         ...
 
 

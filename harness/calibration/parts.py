@@ -19,6 +19,9 @@ MODES = ("eager", "graph")
 """Launched behind a backlog (on a CPU: called), and as nodes of a CUDA graph."""
 BATCHES = {"cuda": (1, 8, 32, 128, 256), "cpu": (1, 4, 16)}
 """Those of +experiment=tp_sweep, whose payloads are measured beside the powers of two."""
+FUSED = "symm_fused"
+"""The path whose all-reduces are one kernel with the residual's addition and the norm."""
+FUSED_HOLDS = "sum over ranks, addition to the residual, norm"
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 _ALL_REDUCE = {
     "cuda": [1 << e for e in range(11, 27)],  # 2 KiB to 64 MiB
@@ -28,7 +31,9 @@ _ALL_REDUCE = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One collective by size. `path`: the engine's implementation; `mode`: of MODES."""
+    """One collective by size. `path`: the engine's implementation; `mode`: of MODES. All that is
+    calibrated of FUSED is its all_reduce, and its time is that of FUSED_HOLDS: sums that no norm
+    follows go as by symm_mem, the other kinds as by nccl."""
 
     kind: str
     path: str
@@ -54,8 +59,7 @@ def plan(machine: Machine, worlds: Sequence[int]) -> list[str]:
         Curve(kind, path, world, mode)
         for world in sorted(set(worlds) - {1})
         for path in COMM[machine.device]
-        if path != "symm_fused"  # whose sums come with a norm; others are symm_mem's
-        for kind in KINDS
+        for kind in (KINDS if path != FUSED else KINDS[:1])
         for mode in MODES
     ]
     return names + [curve.name for curve in curves]
@@ -70,12 +74,14 @@ def obstacle(name: str, machine: Machine) -> str | None:
         return "it is of a CUDA device; none visible" if stamped and "/" not in name else None
     if stamped and "triton" not in machine.packages:
         return "timestamp kernels need the package triton; not installed"
-    if "/symm_mem/" in name:
-        from engine.resolve import symm_mem_obstacle
+    if "/" not in name:
+        return None
+    from engine.resolve import SHARED, symm_mem_obstacle
 
-        world = Curve.named(name).world
-        return symm_mem_obstacle(DTYPE["cuda"], world, world, 0, machine.reach)
-    return None
+    curve = Curve.named(name)
+    if curve.path not in SHARED:
+        return None
+    return symm_mem_obstacle(DTYPE["cuda"], curve.world, curve.world, 0, machine.reach)
 
 
 def default_worlds(machine: Machine) -> list[int]:
@@ -96,6 +102,24 @@ def sizes(kind: str, device: str) -> list[tuple[int, str]]:
     if kind == "all_reduce":
         found |= set(_ALL_REDUCE[device])
     return [(size, dtype) for size in sorted(found)]
+
+
+def fused_shapes(world: int, device: str) -> list[tuple[int, int]]:
+    """(rows, hidden size) of the points of FUSED, by bytes ascending: payloads of BATCHES that its
+    kernel takes, and of each model the most rows that it takes. It works row by row, so that bytes
+    alone do not say what it does: where two models share a size, it is of the wider rows."""
+    import torch
+
+    from engine.comm.fused import most_rows
+
+    dtype = DTYPE[device]
+    found: dict[int, tuple[int, int]] = {}
+    for hidden in sorted({c["hidden_size"] for c in _models(device).values()}, reverse=True):
+        most = most_rows(hidden, getattr(torch, dtype), world)
+        for rows in {*BATCHES[device], most}:
+            if 0 < rows <= most:
+                found.setdefault(rows * hidden * ITEM_BYTES[dtype], (rows, hidden))
+    return [found[size] for size in sorted(found)]
 
 
 def marks(kind: str, device: str) -> dict[int, str]:

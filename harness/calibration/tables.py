@@ -50,7 +50,7 @@ def _curve(key: tuple[str, str, int], rows: Sequence[Mapping[str, Any]]) -> Tabl
     first = rows[0]
     title = (
         f"{kind}, {path}, {world} ranks, {first['dtype']}; source {first['source']}, "
-        f"tick {first['tick_us']:.3g} us"
+        f"tick {first['tick_us']:.3g} us" + (f"; of {first['holds']}" if "holds" in first else "")
     )
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     at = {(row["bytes"], row["mode"]): row for row in rows}

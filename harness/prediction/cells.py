@@ -149,6 +149,7 @@ def _cell(
         dtype=effective["dtype"],
         path=None if int(row["tp"]) == 1 else row["effective.comm"],
         graph=str(row["effective.mode"]).startswith("graph"),
+        compiled=effective["compile"] != "off",
         step_us=step_us,
     )
     return cell, {name: effective[name] for name in MODE}

@@ -15,7 +15,7 @@ from harness.machine.models import PUBLISHED
 from harness.measuring.roofline import Ceilings
 from harness.prediction.cells import measured, shape_of
 from harness.prediction.model import PredictionError
-from harness.prediction.predict import Fitted, fitted, rows
+from harness.prediction.predict import Fitted, fitted, notes, rows
 from harness.settings.arguments import numbers
 from harness.store import NoRunError, StoreError
 from harness.tables.console import markdown_table, print_line, print_table, stdout
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         tables = [*map(_fit_table, groups), _left_out_table(groups), *_rows_tables(found)]
         _show(tables, notes, options.markdown)
-    if all(row["status"] == "ok" for row in found):
+    if all(row["measured_us"] is not None for row in found):
         print(f"predict: {NOTHING}", file=sys.stderr)
     return int(not any(row["status"] == "predicted" for row in found))
 
@@ -84,7 +84,8 @@ def _predict(
             memory_bytes=calibration.memory_bytes,
         )
     ]  # fmt: skip
-    return found, cells.notes, groups
+    apart = [one for group in groups if group.fit is not None for one in group.apart]
+    return found, (*cells.notes, *notes(apart)), groups
 
 
 def _section(name: str) -> dict[str, Any]:
@@ -101,7 +102,11 @@ def _show(tables: Sequence[Table], notes: Sequence[str], markdown: bool) -> None
     console = stdout()
     for title, headings, lines in tables:
         print_line(console, f"\n{title}")
-        right = [h for h in headings if h not in ("status", "model", "axis", "left out", "reason")]
+        right = [
+            h
+            for h in headings
+            if h not in ("status", "model", "comm", "axis", "left out", "reason")
+        ]
         print_table(console, headings, lines, wrapped="reason", right=right)
     for note in notes:
         print_line(console, note)
@@ -135,14 +140,16 @@ def _left_out_table(groups: Sequence[Fitted]) -> Table:
 
 def _rows_tables(found: Sequence[dict[str, Any]]) -> list[Table]:
     """The rows that were not measured as a table; none where there is none."""
-    headings = ["status", "model", "tp", "batch", "eager", "compile", "step us", "read us",
-                "matmul us", "layers us", "comm us", "comm %", "+- %", "reason"]  # fmt: skip
+    lengths = [n for n in ("prompt_tokens", "output_tokens") if len({row[n] for row in found}) > 1]
+    headings = ["status", "model", "tp", "batch", *(name.replace("_", " ") for name in lengths),
+                "comm", "eager", "compile", "step us", "read us", "matmul us", "layers us",
+                "comm us", "comm %", "+- %", "reason"]  # fmt: skip
     lines = []
     for row in found:
         if row["status"] == "ok":
             continue
         times = ("predicted_us", "read_us", "matmul_us", "layers_us", "comm_us")
-        cells = [str(row[name]) for name in ("status", "model", "tp", "batch")]
+        cells = [str(row[name]) for name in ("status", "model", "tp", "batch", *lengths, "comm")]
         cells += [str(row["enforce_eager"]).lower(), str(row["compile"])]
         cells += ["-" if row[name] is None else f"{row[name]:,.0f}" for name in times]
         cells += [_percent(row["comm_share"]), _percent(row["expected_error"])]

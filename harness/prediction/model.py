@@ -6,8 +6,9 @@
 Each product reads its weight once and does 2 x batch operations with it, so in one step all of them
 are bound by the same of the two (Williams, Waterman, Patterson, "Roofline", CACM 2009); attention
 is bound by reading K and V. The rates and the collectives' skew-free times are this machine's
-calibration; r, m and l are fitted (1/r and 1/m are the efficiencies against those rates, l the
-microseconds that a layer costs beyond them: launches, hand-overs between kernels, norms).
+calibration (those of comm=symm_fused hold the addition and the norm behind a sum); r, m and l are
+fitted (1/r and 1/m are the efficiencies against those rates, l the microseconds that a layer costs
+beyond them: launches, hand-overs between kernels, norms).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from engine.comm.fused import most_rows
 from engine.shape import ModelShape
 from harness.calibration.curves import Curves
-from harness.calibration.parts import payload
+from harness.calibration.parts import FUSED, payload
 from harness.measuring.roofline import Ceilings, mean_decode_cost
 from harness.observers.records import ITEM_BYTES
 
@@ -36,6 +39,7 @@ class Cell:
 
     Attributes:
         model: name; path: the communicator's, None with one rank; graph: a replay.
+        compiled: torch compiled the layers.
         step_us: measured, None where it is to be predicted.
     """
 
@@ -48,6 +52,7 @@ class Cell:
     dtype: str
     path: str | None
     graph: bool
+    compiled: bool = False
     step_us: float | None = None
 
 
@@ -106,14 +111,27 @@ def _comm_us(cell: Cell, curves: Curves) -> float:
     """2L + 1 all-reduces, a gather of logits and a broadcast of ids; none with one rank."""
     if cell.tp == 1:
         return 0.0
-    assert cell.path is not None
     mode = "graph" if cell.graph else "eager"
     shape, total = cell.shape, 0.0
-    counts = {"all_reduce": 2 * shape.num_layers + 1, "gather": 1, "broadcast": 1}
-    for kind, count in counts.items():
+    for (kind, path), count in _collectives(cell).items():
         size = payload(kind, shape.hidden_size, shape.vocab_size, cell.batch, cell.dtype)
-        total += count * curves.time_us(kind, cell.path, mode, cell.tp, size)
+        total += count * curves.time_us(kind, path, mode, cell.tp, size)
     return total
+
+
+def _collectives(cell: Cell) -> dict[tuple[str, str], int]:
+    """(kind, calibrated path) -> how many a step has. By FUSED the layers' 2L sums are its own,
+    where no code is compiled and its kernel takes so many rows; the rest is as calibrate says."""
+    assert cell.path is not None
+    shape = cell.shape
+    sums = 2 * shape.num_layers
+    if cell.path != FUSED:
+        counts = {"all_reduce": sums + 1, "gather": 1, "broadcast": 1}
+        return {(kind, cell.path): count for kind, count in counts.items()}
+    most = most_rows(shape.hidden_size, getattr(torch, cell.dtype), cell.tp)
+    own = {("all_reduce", FUSED): sums} if not cell.compiled and cell.batch <= most else {}
+    plain = {("all_reduce", "symm_mem"): sums + 1 - sum(own.values())}
+    return {**own, **plain, ("gather", "nccl"): 1, ("broadcast", "nccl"): 1}
 
 
 @dataclass(frozen=True, slots=True)

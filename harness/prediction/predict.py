@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -45,13 +46,19 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A group with its fit, or with the reason why there is none."""
+    """A group with its fit, or with the reason why there is none.
+
+    Attributes:
+        group: of the cells that are fitted; parts: theirs.
+        apart: further measured cells, and why each has no terms to be fitted by.
+    """
 
     group: Group
     parts: tuple[Parts, ...]
     fit: Fit | None
     reason: str | None
     left_out: tuple[LeftOut, ...]
+    apart: tuple[tuple[Cell, str], ...] = ()
 
     @property
     def errors(self) -> list[float]:
@@ -62,19 +69,33 @@ class Fitted:
 
 
 def fitted(group: Group, ceilings: Ceilings, curves: Curves) -> Fitted:
-    """Fits all cells of a group, and all but each value of each axis in turn."""
-    cells = group.cells
+    """Fits all cells of a group that the calibration supports, and all of them but each value of
+    each axis in turn."""
+    cells, parts, apart = [], [], []
+    for cell in group.cells:
+        try:
+            parts.append(parts_of(cell, ceilings, curves))
+            cells.append(cell)
+        except (PredictionError, CalibrationError) as error:
+            apart.append((cell, str(error)))
+    group = replace(group, cells=cells)
     try:
-        parts = [parts_of(cell, ceilings, curves) for cell in cells]
         whole = fit(parts, _times(cells))
-    except (PredictionError, CalibrationError) as error:
-        return Fitted(group, (), None, str(error), ())
+    except PredictionError as error:
+        reason = "; ".join([str(error), *notes(apart)])
+        return Fitted(group, (), None, reason, (), tuple(apart))
     left_out = []
     for axis in AXES:
         values = sorted({getattr(cell, axis) for cell in cells})
         if len(values) > 1:
             left_out += [_leave_out(axis, value, cells, parts) for value in values]
-    return Fitted(group, tuple(parts), whole, None, tuple(left_out))
+    return Fitted(group, tuple(parts), whole, None, tuple(left_out), tuple(apart))
+
+
+def notes(apart: Sequence[tuple[Cell, str]]) -> list[str]:
+    """Of the cells that are in no fit: how many for each reason."""
+    counts = Counter(reason for _, reason in apart)
+    return [f"{n} cells left out of the fit: {reason}" for reason, n in counts.items()]
 
 
 def _leave_out(axis: str, value: Any, cells: Sequence[Cell], parts: Sequence[Parts]) -> LeftOut:
@@ -109,30 +130,33 @@ def rows(
     models: Mapping[str, ModelShape],
     memory_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """A row a cell: the measured ones (status ok) with what the fit makes of them, then every
-    combination of measured and asked values that was not measured: `predicted`, or `skipped` with
-    the reason why nothing supports it.
+    """A row a cell: the measured ones (status ok) with what the fit makes of them, or `skipped`
+    with the reason why they are in no fit; then every combination of measured and asked values, by
+    every path that ranks took, that was not measured: `predicted`, or `skipped` with the reason why
+    nothing supports it.
 
     Args:
         memory_bytes: of one GPU; a model whose weights are larger does not run there.
     """
-    cells = group.group.cells
     found = []
     if group.fit is not None:
-        for cell, parts in zip(cells, group.parts, strict=True):
+        for cell, parts in zip(group.group.cells, group.parts, strict=True):
             found.append(_row(group, cell, "ok", parts))
+        found += [_row(group, cell, "skipped", None, why) for cell, why in group.apart]
+    cells = [*group.group.cells, *(cell for cell, _ in group.apart)]
     shapes = {cell.model: cell.shape for cell in cells} | dict(models)
-    at = {(c.model, c.tp, c.batch, c.prompt_tokens, c.output_tokens) for c in cells}
+    at = {(c.model, c.tp, c.batch, c.path, c.prompt_tokens, c.output_tokens) for c in cells}
+    paths = list(dict.fromkeys(c.path for c in cells if c.tp > 1)) or [None]
     lengths = dict.fromkeys((c.prompt_tokens, c.output_tokens) for c in cells)
     all_tps = sorted({c.tp for c in cells} | set(tps))
     all_batches = sorted({c.batch for c in cells} | set(batches))
-    for model, tp, batch, (prompt, output) in product(shapes, all_tps, all_batches, lengths):
-        if (model, tp, batch, prompt, output) in at:
+    ways = [(tp, path) for tp in all_tps for path in (paths if tp > 1 else [None])]
+    for model, (tp, path), batch, length in product(shapes, ways, all_batches, lengths):
+        if (model, tp, batch, path, *length) in at:
             continue
-        like = next((c for c in cells if c.tp > 1), cells[0])
         cell = replace(
-            like, model=model, shape=shapes[model], tp=tp, batch=batch, prompt_tokens=prompt,
-            output_tokens=output, path=like.path if tp > 1 else None, step_us=None,
+            cells[0], model=model, shape=shapes[model], tp=tp, batch=batch, path=path,
+            prompt_tokens=length[0], output_tokens=length[1], step_us=None,
         )  # fmt: skip
         try:
             supported(group, cell, memory_bytes)
@@ -147,7 +171,8 @@ def supported(group: Fitted, cell: Cell, memory_bytes: int | None = None) -> Non
     batch not beyond those measured.
 
     Raises:
-        PredictionError: otherwise; the text says what to measure.
+        PredictionError: otherwise, and where no cell of its path is in the fit; the text says what
+            to measure.
         ConfigError: the model cannot be split so.
     """
     cell.shape.check_tp(cell.tp)
@@ -160,6 +185,10 @@ def supported(group: Fitted, cell: Cell, memory_bytes: int | None = None) -> Non
             f"{weights / cell.tp / 1e9:.0f} GB of weights a GPU, which has {memory_bytes / 1e9:.0f}"
         )
     cells = group.group.cells
+    if cell.tp > 1 and cell.path not in {c.path for c in cells}:
+        for one, reason in group.apart:
+            if one.path == cell.path:
+                raise PredictionError(f"no cell by comm={one.path} is in the fit: {reason}")
     batches = sorted({c.batch for c in cells})
     if not batches[0] <= cell.batch <= batches[-1]:
         raise PredictionError(
@@ -189,8 +218,9 @@ def _row(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "status": status, "model": cell.model, "tp": cell.tp, "batch": cell.batch,
-        **group.group.settings, "prompt_tokens": cell.prompt_tokens,
-        "output_tokens": cell.output_tokens, "measured_us": cell.step_us, "reason": reason,
+        "comm": "solo" if cell.tp == 1 else cell.path, **group.group.settings,
+        "prompt_tokens": cell.prompt_tokens, "output_tokens": cell.output_tokens,
+        "measured_us": cell.step_us, "reason": reason,
     }  # fmt: skip
     names = ("predicted_us", "read_us", "matmul_us", "layers_us", "comm_us", "comm_share",
              "decode_tok_s", "error", "expected_error")  # fmt: skip

@@ -143,7 +143,9 @@ class BenchConfig:
     enforce_eager: bool = True  # false: decode steps replay CUDA graphs
     compile: str = "off"  # layer: each decoder layer a region; model: embedding to final norm one
     attention: str = "auto"  # auto: the fastest that runs here
-    comm: str = "auto"  # auto: symm_mem (all-reduces over shared memory), else nccl; gloo on CPUs
+    comm: str = "auto"  # symm_mem: all-reduces over memory that the GPUs share; symm_fused: a sum,
+    # the residual's addition and the norm behind it are one kernel too (in compiled code as
+    # symm_mem); auto: symm_fused where GPUs reach each other's memory, else nccl; gloo on CPUs
     page_size: int | None = None  # tokens of one K/V page; null: what the attention backend likes
     dtype: str = "auto"  # auto: the checkpoint's
     device: str = "auto"  # auto: cuda where a GPU is visible

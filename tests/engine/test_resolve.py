@@ -139,29 +139,38 @@ def test_symmetric_memory_is_for_gpus_that_reach_each_other(
     def comm(asked: str, dtype: str = "bfloat16", tp: int = 2) -> str:
         return resolve(EngineConfig(model="", tp=tp, comm=asked, dtype=dtype), shape).comm
 
-    assert [comm("auto"), comm("symm_mem"), comm("nccl")] == ["symm_mem", "symm_mem", "nccl"]
-    assert comm("symm_mem", tp=1) == "solo"
+    asked = ("auto", "symm_fused", "symm_mem", "nccl")
+    assert [comm(a) for a in asked] == ["symm_fused", "symm_fused", "symm_mem", "nccl"]
+    assert comm("symm_mem", tp=1) == comm("symm_fused", tp=1) == comm("auto", tp=1) == "solo"
 
-    def refused(dtype: str = "bfloat16") -> str:
+    def refused(asked: str, dtype: str = "bfloat16") -> str:
         with pytest.raises(ConfigError) as error:
-            comm("symm_mem", dtype)
+            comm(asked, dtype)
         return str(error.value)
 
-    assert refused("float16") == (
-        "comm='symm_mem': its kernels sum bfloat16 and float32, not dtype=float16; set comm=nccl"
-    )
+    for path in ("symm_fused", "symm_mem"):
+        assert refused(path, "float16") == (
+            f"comm='{path}': its kernels sum bfloat16 and float32, not dtype=float16; set comm=nccl"
+        )
     assert comm("auto", "float16") == "nccl"
+    assert "comm=auto takes nccl, not symm_fused: its kernels sum" in caplog.text
     apart.append((1, 0))
-    assert refused() == ("comm='symm_mem': GPU 1 cannot reach the memory of GPU 0; set comm=nccl")
+    for path in ("symm_fused", "symm_mem"):
+        assert refused(path) == (
+            f"comm='{path}': GPU 1 cannot reach the memory of GPU 0; set comm=nccl"
+        )
     assert comm("auto") == "nccl"
-    assert "comm=auto takes nccl, not symm_mem: GPU 1 cannot" in caplog.text
+    assert "comm=auto takes nccl, not symm_fused: GPU 1 cannot" in caplog.text
     monkeypatch.setattr(resolve_module, "_ranks_here", lambda config: 1)
     assert comm("nccl") == comm("auto") == "nccl"
-    assert refused() == (
-        "comm='symm_mem': GPUs of one machine share memory, and 1 of tp=2 ranks are on this one; "
-        "set comm=nccl"
-    )
-    with pytest.raises(ConfigError, match="comm='gloo': on device cuda this engine has symm_mem, "):
+    for path in ("symm_fused", "symm_mem"):
+        assert refused(path) == (
+            f"comm='{path}': GPUs of one machine share memory, and 1 of tp=2 ranks are on this "
+            "one; set comm=nccl"
+        )
+    with pytest.raises(
+        ConfigError, match="comm='gloo': on device cuda this engine has symm_fused, "
+    ):
         comm("gloo")
 
 

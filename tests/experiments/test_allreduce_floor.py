@@ -83,27 +83,58 @@ def test_a_size_between_two_is_read_off_the_curve(run: Path) -> None:
     assert math.isnan(row["alone_n"])
 
 
-@pytest.mark.parametrize("own", ["symm_one_shot", "symm_two_shot"])
-def test_all_reduces_over_symmetric_memory_stand_beside_its_calibration(
-    run: Path, own: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calibrate(run, alone("all_reduce", REDUCED, 8.0, path="symm_mem"),
-              alone("all_reduce", REDUCED, 5.0))  # fmt: skip
+def go_by(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All-reduces of the run have another path."""
     plain = Results.table
 
     def table(results: Results, *asked: Any) -> Any:
         frame = plain(results, *asked)
         if "path" not in frame:
             return frame
-        return frame.assign(path=frame["path"].mask(frame["kind"] == "all_reduce", own))
+        return frame.assign(path=frame["path"].mask(frame["kind"] == "all_reduce", path))
 
     monkeypatch.setattr(Results, "table", table)
+
+
+@pytest.mark.parametrize("own", ["symm_one_shot", "symm_two_shot"])
+def test_all_reduces_over_symmetric_memory_stand_beside_its_calibration(
+    run: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(run, alone("all_reduce", REDUCED, 8.0, path="symm_mem"),
+              alone("all_reduce", REDUCED, 5.0))  # fmt: skip
+    go_by(own, monkeypatch)
     frame = summary(load(run))
     rows = frame[frame["in_step_us"].notna()].set_index("kind")
     assert rows["path"].to_dict() == {
         "all_reduce": "symm_mem", "gather": "nccl", "broadcast": "nccl"
     }  # fmt: skip
     assert tuple(rows.loc["all_reduce", ["alone_us", "in_step_us"]]) == (8.0, 10.0)
+
+
+def test_fused_sums_stand_beside_their_own_curve(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(run, alone("all_reduce", REDUCED, 4.0, path="symm_fused"),
+              alone("all_reduce", REDUCED, 8.0, path="symm_mem"))  # fmt: skip
+    go_by("symm_fused", monkeypatch)
+    frame = summary(load(run))
+    row = frame[(frame["kind"] == "all_reduce") & frame["in_step_us"].notna()].squeeze()
+    assert tuple(row[["path", "alone_us", "in_step_us", "ratio"]]) == ("symm_fused", 4.0, 10.0, 2.5)
+    rates = ["algbw", "busbw", "in_step_algbw", "in_step_busbw"]
+    assert row[rates].isna().all(), "its time holds an addition and a norm too"
+
+
+def test_fused_sums_that_are_not_calibrated_say_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file of an earlier version, or measured where GPUs do not reach each other."""
+    calibrate(run, alone("all_reduce", REDUCED, 8.0, path="symm_mem"))
+    go_by("symm_fused", monkeypatch)
+    frame = summary(load(run))
+    row = frame[(frame["kind"] == "all_reduce") & frame["in_step_us"].notna()].squeeze()
+    assert (row["path"], row["in_step_us"]) == ("symm_fused", 10.0)
+    assert row["reason"] == "not calibrated with 2 ranks" and math.isnan(row["ratio"])
+    assert EXPERIMENT.verdict(frame).text == "no all-reduce was measured both alone and in a step"
 
 
 def test_the_claim_is_judged_by_the_ratios_of_all_reduces(run: Path) -> None:

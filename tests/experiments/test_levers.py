@@ -20,7 +20,7 @@ from harness.store import load
 from tests.support.made_runs import noisy, write_cell
 
 BASE: dict[str, Any] = {
-    "device": "cuda", "timing": "stamps", "attention": "flash2_triton", "comm": "symm_mem",
+    "device": "cuda", "timing": "stamps", "attention": "flash2_triton", "comm": "symm_fused",
     "engine__overlap": True, "engine__fused": "store", "engine__linear": "triton",
 }  # fmt: skip
 PULLED: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ PULLED: dict[str, dict[str, Any]] = {
     "flash2": {"attention": "flash2"},
     "triton": {"attention": "triton"},
     "nccl": {"comm": "nccl"},
-    "symm_fused": {"comm": "symm_fused"},
+    "symm_mem": {"comm": "symm_mem"},
     "unfused": {"engine__fused": "none"},
     "layers": {"engine__fused": "layers"},
     "cublas": {"engine__linear": "torch"},
@@ -50,7 +50,7 @@ SPEEDS = {"base": 1.0, "no_overlap": 0.8, "flash2": 0.8, "triton": 1.1, "nccl": 
 GAINS = [("engine.overlap", False, True, 1.25), ("attention", "flash2", "flash2_triton", 1.25),
          ("attention", "triton", "flash2_triton", 1 / 1.1),
          ("attention", "flash2", "triton", 1.375),
-         ("comm", "nccl", "symm_mem", 1.0), ("engine.fused", "none", "store", 2.0),
+         ("comm", "nccl", "symm_fused", 1.0), ("engine.fused", "none", "store", 2.0),
          ("engine.fused", "layers", "store", 1 / 0.9), ("engine.fused", "none", "layers", 1.8),
          ("engine.linear", "torch", "triton", 1.6)]  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_the_interval_is_welchs_of_logarithms(tmp_path: Path) -> None:
 
 
 def test_of_all_combinations_only_neighbours_are_pairs(tmp_path: Path) -> None:
-    """Overlap and symmetric memory, each with and without the other."""
+    """Overlap and fused sums, each with and without the other."""
     run = tmp_path / "run"
     write_levers(run, {"base": 1.2, "nccl": 1.0})
     write_levers(run, {"base": 0.88, "nccl": 0.8}, first=2, engine__overlap=False)
@@ -96,7 +96,7 @@ def test_of_all_combinations_only_neighbours_are_pairs(tmp_path: Path) -> None:
     assert found == pytest.approx(
         {
             ("engine.overlap", "comm=nccl"): 1.25,
-            ("engine.overlap", "comm=symm_mem"): 1.2 / 0.88,
+            ("engine.overlap", "comm=symm_fused"): 1.2 / 0.88,
             ("comm", "engine.overlap=true"): 1.2,
             ("comm", "engine.overlap=false"): 1.1,
         },
@@ -180,4 +180,4 @@ def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.Monke
     first = [{}, {"engine.overlap": False}, {"attention": "flash2"}, {"attention": "triton"}]
     last = [{"engine.fused": "none"}, {"engine.fused": "layers"}, {"engine.linear": "torch"}]
     assert pulled[1] == [*first, {}, {}, *last]
-    assert pulled[2] == [*first, {"comm": "nccl"}, {"comm": "symm_fused"}, *last]
+    assert pulled[2] == [*first, {"comm": "nccl"}, {"comm": "symm_mem"}, *last]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.calibration.file import OK, Calibration
+from harness.calibration.file import OK, Calibration, Part
 from harness.calibration.measure import calibrate
-from harness.calibration.parts import DEVICE_PARTS, plan, sizes
+from harness.calibration.parts import DEVICE_PARTS, fused_shapes, plan, sizes
 from harness.machine.capabilities import Machine
 from harness.machine.nvml import Sampler
 from harness.machine.telemetry import read
@@ -57,6 +57,29 @@ def test_collectives_of_two_gpus(tmp_path: Path) -> None:
         assert eager[size]["transfer_us"] == pytest.approx(row["transfer_us"], abs=limit)
         assert row["wait_us"] <= max(2.0, 0.1 * row["transfer_us"])  # ranks begin together
     assert graph[64 << 20]["transfer_us"] > 4 * graph[2 << 10]["transfer_us"]
+    check_fused_sums(parts)
+
+
+def check_fused_sums(parts: dict[str, Part]) -> None:
+    """The curve of symm_fused, whose kernel adds and norms behind the sum."""
+    eager, graph, plain = (
+        {row["bytes"]: row for row in parts[f"all_reduce/{name}"]["rows"]}
+        for name in ("symm_fused/2/eager", "symm_fused/2/graph", "symm_mem/2/graph")
+    )
+    shapes = fused_shapes(2, "cuda")
+    assert [(row["rows"], size) for size, row in graph.items()] == [
+        (rows, rows * hidden * 2) for rows, hidden in shapes
+    ]
+    for size, row in graph.items():
+        assert row["n"] == 1024 and row["source"] == "stamps" and "norm" in row["holds"]
+        assert eager[size]["n"] >= 64, eager[size]["reason"]
+        limit = max(4.0, 0.3 * row["transfer_us"])
+        assert eager[size]["transfer_us"] == pytest.approx(row["transfer_us"], abs=limit)
+        assert row["wait_us"] <= max(2.0, 0.1 * row["transfer_us"])
+        assert row["transfer_us"] > 0
+        if row["mark"] is not None:  # a sum with its copy, without what is behind it
+            assert row["transfer_us"] < 3 * plain[size]["transfer_us"] + 4.0
+    assert graph[8 << 20]["transfer_us"] > 2 * graph[2 << 10]["transfer_us"]
 
 
 def test_a_gpu_is_sampled() -> None:

@@ -83,6 +83,33 @@ class FakeRing:
         return self._gpu.now - begin
 
 
+class HeldGpu:
+    """harness.calibration.pairs.Gpu on a FakeGpu; the rounds of `starved` outlast their spin."""
+
+    def __init__(self, gpu: FakeGpu, starved: tuple[int, ...] = ()) -> None:
+        self.gpu, self.starved = gpu, starved
+        self.spins: list[float] = []
+
+    def spin(self, us: float) -> None:
+        self.spins.append(us)
+
+    def mark(self) -> HeldGpu:
+        return self
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return len(self.spins) - 1 in self.starved
+
+    def synchronize(self) -> None: ...
+
+    def capture(self, work: Op) -> Op:
+        work()
+        with self.gpu.capturing() as ops:
+            work()
+        return lambda: [op() for op in ops] and None
+
+
 class FakeEvent:
     def __init__(self, gpu: FakeGpu, external: bool) -> None:
         self.gpu, self.external, self.at = gpu, external, -1

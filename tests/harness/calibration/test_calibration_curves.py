@@ -13,12 +13,11 @@ from harness.calibration.pairs import (
     PAIRS,
     REPLAYED_ROUNDS,
     SPIN_US,
-    Enqueue,
     StampPairs,
 )
 from harness.calibration.parts import Curve, marks, payload, plan, sizes
 from harness.machine.capabilities import Machine
-from tests.support.fake_gpu import FakeGpu, FakeRing, GpuCommunicator
+from tests.support.fake_gpu import FakeGpu, FakeRing, GpuCommunicator, HeldGpu
 
 GRAPH = Curve("all_reduce", "nccl", 2, "graph")
 
@@ -28,35 +27,8 @@ def readings(pairs_ns: object, nbytes: int = 1_000_000, tick_ns: int = 10) -> Re
     return Readings(nbytes, "bfloat16", found, 2_000.0, tick_ns, "stamps")
 
 
-class Held:
-    """harness.calibration.pairs.Gpu on a FakeGpu; the rounds of `starved` outlast their spin."""
-
-    def __init__(self, gpu: FakeGpu, starved: tuple[int, ...] = ()) -> None:
-        self.gpu, self.starved = gpu, starved
-        self.spins: list[float] = []
-
-    def spin(self, us: float) -> None:
-        self.spins.append(us)
-
-    def mark(self) -> Held:
-        return self
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return len(self.spins) - 1 in self.starved
-
-    def synchronize(self) -> None: ...
-
-    def capture(self, work: Enqueue) -> Enqueue:
-        work()
-        with self.gpu.capturing() as ops:
-            work()
-        return lambda: [op() for op in ops] and None
-
-
-def stamped(gpu: FakeGpu, *starved: int) -> tuple[StampPairs, Held]:
-    held = Held(gpu, starved)
+def stamped(gpu: FakeGpu, *starved: int) -> tuple[StampPairs, HeldGpu]:
+    held = HeldGpu(gpu, starved)
     return StampPairs(held, FakeRing(gpu, REPLAYED_ROUNDS)), held
 
 
@@ -175,8 +147,9 @@ def test_sizes_hold_the_payloads_of_published_models() -> None:
 def test_the_plan_names_every_kind_and_mode_of_a_world() -> None:
     machine = Machine(gpus=2, cores=2, cxx=None, packages={"triton": "3"})
     names = plan(machine, [2])
-    assert names == [f"{k}/{path}/2/{m}" for path in ("symm_mem", "nccl")
-                     for k in ("all_reduce", "gather", "broadcast")
-                     for m in ("eager", "graph")]  # fmt: skip
+    fused = [f"all_reduce/symm_fused/2/{m}" for m in ("eager", "graph")]
+    assert names == fused + [f"{k}/{path}/2/{m}" for path in ("symm_mem", "nccl")
+                             for k in ("all_reduce", "gather", "broadcast")
+                             for m in ("eager", "graph")]  # fmt: skip
     assert [Curve.named(name).name for name in names] == names
     assert plan(machine, [2, 1])[0] == "clock" and len(plan(machine, [1])) == 8

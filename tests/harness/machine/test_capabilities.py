@@ -40,6 +40,7 @@ NEEDS_TRITON = (
 APART = replace(GPUS, strangers=frozenset({(1, 0)}))
 NODES = replace(GPUS, processes=4, processes_here=2)
 SYMM_MEM = {"comm": "symm_mem", "tp": 2, "dtype": "bfloat16"}
+SYMM_FUSED = {**SYMM_MEM, "comm": "symm_fused"}
 
 SKIPPED = [
     (CPU, {"enforce_eager": False}, "CUDA graphs need a CUDA device; none visible"),
@@ -94,13 +95,19 @@ SKIPPED = [
         "comm=symm_mem: GPU 1 cannot reach the memory of GPU 0; set comm=nccl",
     ),
     (replace(GPUS, strangers=frozenset({(1, 2)})), SYMM_MEM, None),
+    (GPUS, SYMM_FUSED, None),
+    (
+        APART,
+        SYMM_FUSED,
+        "comm=symm_fused: GPU 1 cannot reach the memory of GPU 0; set comm=nccl",
+    ),
     (APART, {**SYMM_MEM, "tp": 1, "dtype": "float16"}, None),
     (APART, {**SYMM_MEM, "comm": "auto"}, None),
     (APART, {**SYMM_MEM, "comm": "nccl"}, None),
     (GPUS, {"engine__fused": "store"}, None),
     (CPU, {"engine__fused": "none"}, None),
     (CPU, {"engine__fused": "store"}, "engine.fused=store needs a CUDA device; none visible"),
-    (GPUS, {"comm": "gloo"}, f"comm=gloo {OTHERS} symm_mem, nccl, symm_fused on cuda"),
+    (GPUS, {"comm": "gloo"}, f"comm=gloo {OTHERS} symm_fused, symm_mem, nccl on cuda"),
     (GPUS, {"comm": "nccl"}, None),
     (GPUS, {"timing": "events"}, None),
 ]

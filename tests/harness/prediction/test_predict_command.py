@@ -12,7 +12,7 @@ import pytest
 
 from harness.calibration.file import Calibration
 from harness.prediction.cells import measured, shape_of
-from harness.prediction.command import main
+from harness.prediction.command import _rows_tables, main
 from harness.prediction.model import Cell, PredictionError, parts_of
 from harness.tables.point_files import write_point
 from tests.support.fake_backend import make_cfg
@@ -112,9 +112,22 @@ def test_the_printed_tables(
     assert "   12             0.80               0.62        40.0           0.0        0.0" in out
     assert main([str(run), "--tp", "4", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    start = "| predicted | qwen3-8b | 4 | 256 | false | model |"
+    start = "| predicted | qwen3-8b | 4 | 256 | nccl | false | model |"
     assert sum(line.startswith(start) for line in lines) == 1
     assert any("| tp | 2 | 6 | 0.0 | 0.0 |" in line for line in lines)
+
+
+def test_lengths_that_differ_are_columns() -> None:
+    """Rows of 128 and of 2,048 prompt tokens looked alike but for their times."""
+    times = ("predicted_us", "read_us", "matmul_us", "layers_us", "comm_us")
+    row = {"status": "predicted", "model": "m", "tp": 4, "batch": 1, "comm": "nccl", "reason": None,
+           "enforce_eager": False, "compile": "off", "output_tokens": 64, "comm_share": None,
+           "expected_error": None, **dict.fromkeys(times)}  # fmt: skip
+    ((_, headings, lines),) = _rows_tables([{**row, "prompt_tokens": n} for n in (128, 2048)])
+    assert "output tokens" not in headings
+    assert [line[headings.index("prompt tokens")] for line in lines] == ["128", "2048"]
+    ((_, headings, _),) = _rows_tables([{**row, "prompt_tokens": 128}])
+    assert headings[:5] == ["status", "model", "tp", "batch", "comm"]
 
 
 def test_without_anything_to_predict_it_says_what_to_give(
@@ -156,6 +169,32 @@ def test_points_that_are_no_cells_are_counted(run: Path) -> None:
         "1 points left out: workload=trace: the lengths of its steps vary",
     ]
     assert [len(g.cells) for g in measured([run, run]).groups] == [12]  # a run named twice
+
+
+def test_a_path_that_is_not_calibrated_costs_its_own_cells_alone(
+    run: Path, calibrated: Calibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled code sums as by symm_mem, where nothing is compiled the layers' sums are fused."""
+    plain = json.dumps({**SETTINGS, "compile": "off"})
+    fused = {"effective.comm": "symm_fused"}
+    write(run, 90, "qwen3-8b", 2, 32, **fused)
+    write(run, 91, "qwen3-8b", 2, 32, effective=plain, **fused)
+    assert [[c.compiled for c in g.cells] for g in measured([run]).groups] == [[True] * 13, [False]]
+    assert main([str(run), "--tp", "4", "--csv"]) == 0
+    frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    compiled = frame[frame["compile"] == "model"]
+    assert compiled[compiled["status"] == "ok"]["comm"].value_counts().to_dict() == {
+        "solo": 6, "nccl": 6
+    }  # fmt: skip
+    assert set(compiled[compiled["status"] == "predicted"]["comm"]) == {"nccl"}
+    skipped = compiled[compiled["status"] == "skipped"]
+    assert set(skipped["comm"]) == {"symm_fused"} and len(skipped) == 12
+    assert skipped["reason"].str.contains("no graph all_reduce over symm_mem is calibrated").all()
+    assert skipped["measured_us"].notna().sum() == 1
+    assert main([str(run), "--tp", "4", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "1 cells left out of the fit: no graph all_reduce over symm_mem is calibrated" in out
+    assert "3 terms need at least as many; 1 cells left out of the fit: no graph all_reduce" in out
 
 
 def test_other_modes_are_other_groups(run: Path) -> None:

@@ -103,7 +103,7 @@ def test_groups_of_the_same_keys_win_in_the_order_of_reading() -> None:
 
 def test_a_preset_that_follows_from_the_point_does_so_under_an_experiment() -> None:
     points = composed("+experiment=smoke", "lever=nccl", "batch=1")
-    assert [(point["tp"], point["comm"]) for point in points] == [(1, "symm_mem"), (2, "nccl")]
+    assert [(point["tp"], point["comm"]) for point in points] == [(1, "symm_fused"), (2, "nccl")]
 
 
 def test_presets_of_a_list_are_all_taken() -> None:
