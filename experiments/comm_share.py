@@ -98,7 +98,7 @@ def verdict(frame: pd.DataFrame) -> Finding:
     summed = frame[frame["off"].notna()]
     shares = frame[frame["tp"] > 1]["comm_share"]
     text = f"communication is {between(shares, '.1%')} of a step"
-    if shares.isna().all():
+    if frame[frame["tp"] > 1]["transfer_us"].isna().all():
         text = "no collective was timed" if len(shares) else "one rank has no communication"
     if over := int((frame["comm_share"] > 1).sum()):
         text += f" ({over} above all of it: collectives are timed in another pass than the step)"

@@ -46,6 +46,8 @@ def step_parts(results: Results) -> pd.DataFrame:
     frame["gap_us"] = own.where(~replayed | solo, own - frame["beside_us"])
     frame["handover_us"] -= _stamps(frame).where(~solo, 0.0)
     frame.loc[~replayed, "handover_us"] = 0.0
+    # Whether they were replays is not known either, nor which gaps lie inside a pair.
+    frame.loc[frame["step_us"].isna() & ~solo, ["gap_us", "handover_us"]] = float("nan")
     return frame.drop(columns=_INNER).reset_index()
 
 
@@ -112,7 +114,8 @@ def _collectives(results: Results) -> pd.DataFrame:
     # Steps that gather nothing spend none; of steps that nobody timed there is no figure.
     found["gather_us"] = found["gather_us"].fillna(0.0).where(found["collectives"].notna())
     replayed = timed.groupby(KEY)["mode"].first().astype(str).str.startswith("graph")
-    launched = found["on_gpu"].fillna(False).astype(bool) & ~replayed.reindex(found.index)
+    replayed = replayed.reindex(found.index).fillna(False).astype(bool)
+    launched = found["on_gpu"].fillna(False).astype(bool) & ~replayed
     found["wait_us"] = found["wait_us"].where(~launched, found["cupti_wait_us"])
     return found.drop(columns=["cupti_wait_us", "on_gpu"])
 
@@ -130,9 +133,12 @@ def why_not(point: Point, row: dict[str, Any]) -> str | None:
 
     if point.failure is not None:
         return point.failure
-    absent = [name for name in PARTS if row.get(name) is None or pd.isna(row[name])]
+    wanted = ("step_us", *PARTS)
+    absent = [name for name in wanted if row.get(name) is None or pd.isna(row[name])]
     if not absent:
         return None
     if point.everything["device"] == "cpu":
         return "a CPU has no kernels to time"
+    if absent == ["handover_us"]:
+        return "handover_us: the run lacks the number of kernels or the time of a timed step"
     return f"{', '.join(absent)} not measured (instrument collectives, profiler)"

@@ -143,6 +143,30 @@ def test_collectives_that_nobody_timed_are_no_zero(tmp_path: Path) -> None:
     assert (summary(load(tmp_path / "solo"))[names] == 0.0).all(axis=None)
 
 
+def test_what_a_run_lacks_is_no_part_and_no_sum(tmp_path: Path) -> None:
+    """A replayed point without the time of its step had all gaps and no hand-over, as if launched;
+    one of which the profiler alone saw collectives was a TypeError."""
+    run, made = tmp_path / "run", tables()
+    lacks = {
+        1: {"steps": [s for s in made["steps"] if s["pass"] == "profiler"]},
+        4: {},
+        8: {name: [r for r in rows if r["pass"] != "graph_timed"] for name, rows in made.items()},
+        16: {"steps": [{**s, "kernels": None} for s in made["steps"]]},
+    }
+    for index, (batch, less) in enumerate(lacks.items()):
+        write(run, {**made, **less}, index=index, batch=batch, device="cuda")
+    rows = summary(load(run)).query("rank == 0").set_index("batch")
+    assert rows["sum_us"].notna().to_dict() == {1: False, 4: True, 8: False, 16: False}
+    assert rows.loc[1, ["step_us", "gap_us", "handover_us"]].isna().all()
+    assert rows.loc[1, "transfer_us"] == 40.0
+    instruments = "not measured (instrument collectives, profiler)"
+    assert rows["reason"].drop(4).to_dict() == {
+        1: f"step_us, gap_us, handover_us {instruments}",
+        8: f"transfer_us, wait_us, gather_us, handover_us {instruments}",
+        16: "handover_us: the run lacks the number of kernels or the time of a timed step",
+    }
+
+
 def test_a_step_that_lacks_a_transfer_is_left_out_of_the_mean(tmp_path: Path) -> None:
     made = tables("eager", device="cpu", step_us=200.0)
     whole = rows_of(tmp_path / "whole", made, device="cpu")[0]["transfer_us"]
