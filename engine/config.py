@@ -36,6 +36,9 @@ class EngineConfig:
         device: auto is cuda where a GPU is visible, else cpu. cuda:2 is GPUs 2, 3, .. for ranks
             0, 1, .. (cuda is cuda:0), so that one process can put engines on different GPUs.
         enforce_eager: True: no CUDA graphs.
+        graph_prompt_tokens: rows of the largest step with prompts that replays a CUDA graph; 0:
+            none does; None: as many as a GPU computes while the host launches them
+            (execution/graph_shapes.py), none where the attention's prompts cannot be captured.
         compile: off | layer (each decoder layer one region) | model (embedding to final norm one
             full graph).
         fused: own kernels of steps on a GPU that torch does not compile. none: torch's operators;
@@ -75,6 +78,7 @@ class EngineConfig:
     ranks: str = "spawn"
     device: str = "auto"
     enforce_eager: bool = False
+    graph_prompt_tokens: int | None = None
     compile: str = "off"
     attention: str = "auto"
     comm: str = "auto"
@@ -121,6 +125,9 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r}: give an integer")
             if value < 1:
                 raise ConfigError(f"{name}={value}: give at least 1")
+        most = self.graph_prompt_tokens
+        if most is not None and not (isinstance(most, int) and most >= 0):
+            raise ConfigError(f"graph_prompt_tokens={most!r}: give an integer of at least 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
@@ -143,6 +150,7 @@ class ResolvedConfig(EngineConfig):
         device: cpu or cuda; first_gpu: the n-th rank of a machine runs on GPU first_gpu + n.
     """
 
+    graph_prompt_tokens: int = 0
     max_model_len: int
     page_size: int
     threads_per_rank: int

@@ -17,6 +17,7 @@ from engine.attention import flash, flash4, flash_triton, triton_paged
 from engine.comm.rendezvous import LaunchedBy
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.execution.graph_shapes import prompt_limit
 from engine.kv_cache import KVCache
 from engine.shape import ModelShape
 
@@ -42,6 +43,9 @@ COMM = {"cpu": ("gloo",), "cuda": ("symm_fused", "symm_mem", "nccl")}
 SHARED = ("symm_fused", "symm_mem")
 FUSED = {"cpu": ("none",), "cuda": ("store", "layers", "none")}
 LINEAR = {"cpu": ("torch",), "cuda": ("triton", "torch")}
+
+# Attention backends whose prompts read nothing back on the host, so that a graph can hold them.
+CAPTURED_PROMPTS = ("flash2", "flash2_triton", "flash4", "triton")
 
 NO_TRITON = (
     "on a GPU the engine needs the package triton, which is not installed: whatever attention, "
@@ -87,6 +91,7 @@ def resolve(config: EngineConfig, shape: ModelShape) -> ResolvedConfig:
         "first_gpu": first_gpu,
         "dtype": dtype,
         "attention": attention,
+        "graph_prompt_tokens": _graph_prompt_tokens(config, shape, attention),
         "page_size": config.page_size or PAGE_SIZES[attention],
         "comm": _comm(config, device, first_gpu, dtype, ranks_here),
         "fused": _choose("fused", config.fused, FUSED[device], device),
@@ -164,6 +169,20 @@ def _attention(
     for other in allowed[: allowed.index(name)]:
         logger.warning("attention=auto takes %s, not %s: %s", name, other, obstacles[other]())
     return name
+
+
+def _graph_prompt_tokens(config: EngineConfig, shape: ModelShape, attention: str) -> int:
+    if config.enforce_eager:
+        return 0
+    asked, most = config.graph_prompt_tokens, config.max_num_batched_tokens
+    if attention not in CAPTURED_PROMPTS:
+        if asked:
+            raise ConfigError(
+                f"graph_prompt_tokens={asked}: prompts by attention={attention} wait for the host, "
+                f"which no graph can hold; set 0 or attention={'|'.join(CAPTURED_PROMPTS)}"
+            )
+        return 0
+    return prompt_limit(shape, config.tp, most) if asked is None else min(asked, most)
 
 
 def flash2_obstacle(page_size: int | None, head_dim: int, dtype: str) -> str | None:

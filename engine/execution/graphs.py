@@ -1,14 +1,15 @@
-"""CUDA graphs of decode steps: buckets of rows, static inputs, one replay a step.
+"""CUDA graphs of steps: buckets of rows, static inputs, one replay a step.
 
 The whole step is inside: fetching the last tokens, the forward, the LM head and its gather, the
 plain sampler (greedy, temperature, seed), the ids to every rank and into the last-token buffer. So
-a step costs the host one copy and one launch. A step whose rows ask for more is left between the
-logits and the ids: two graphs, the same collectives in the same order, and rank 0 samples between.
+a step costs the host one copy and one launch. A decode step whose rows ask for more is left between
+the logits and the ids: two graphs, the same collectives in the same order, and rank 0 samples
+between. Steps with prompts have graphs too, up to the rows where a GPU takes longer than the host
+does to launch them (graph_shapes.py); there the last tokens are fetched before the graph.
 """
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -18,18 +19,13 @@ import torch
 
 from engine.comm.base import Communicator
 from engine.comm.types import Phase, StepInfo
+from engine.execution.graph_shapes import GraphShape, decode_shapes, prompt_shapes, shape_of
 from engine.inputs.batch import ForwardBatch
 from engine.inputs.buffers import BatchBuffers, SamplingRows
+from engine.scheduling.step import StepPlan
 
 Work = Callable[[], object]
 Forward = Callable[[ForwardBatch, SamplingRows], object]
-
-
-def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Rows that graphs are captured for: 1, 2, 4, 8, every 16th, and always max_num_seqs itself, so
-    that no batch size is left without a graph."""
-    sizes = {1, 2, 4, 8, *range(16, max_num_seqs + 1, 16), max_num_seqs}
-    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +89,16 @@ class Recorder:
         torch.cuda.current_stream().synchronize()
 
 
-class DecodeGraphs:
-    """For each bucket a graph of the whole step, and a pair of graphs with room to sample between,
-    captured when first used. While observers that can be captured are attached, others of both
-    kinds take their place, with the observers inside, captured when first used too.
+class StepGraphs:
+    """For each shape a graph of the whole step, and for those of decode steps a pair of graphs with
+    room to sample between, captured when first used. While observers that can be captured are
+    attached, others of both kinds take their place, with the observers inside, captured when first
+    used too.
 
     Args:
         whole: enqueues a step on static inputs, ids included; head: the same as far as its
             logits, which it keeps; tail: from rank 0's ids, which it finds kept, to the end.
+        prompt_tokens: rows of the largest step with prompts that has a graph; 0: none has.
         mode: of the forward that is captured.
     """
 
@@ -114,6 +112,7 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        prompt_tokens: int,
         mode: str,
     ) -> None:
         self._whole, self._head, self._tail = whole, head, tail
@@ -121,29 +120,30 @@ class DecodeGraphs:
         self._comm = comm
         self._max_model_len = max_model_len
         self.mode = "graph" if mode == "eager" else f"graph+{mode}"
-        self.buckets = bucket_sizes(max_num_seqs)
+        prompts = prompt_shapes(prompt_tokens, max_num_seqs, max_model_len)
+        self._shapes = decode_shapes(max_num_seqs) + prompts
         self._recorder = Recorder()
-        # By bucket, and whether it is a pair.
-        self._clean: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, ...]] = {}
-        self._observed: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, ...]] = {}
+        # By shape, and whether it is a pair.
+        self._clean: dict[tuple[GraphShape, bool], tuple[torch.cuda.CUDAGraph, ...]] = {}
+        self._observed: dict[tuple[GraphShape, bool], tuple[torch.cuda.CUDAGraph, ...]] = {}
         self.captures: list[Capture] = []
         self.late_captures: list[Capture] = []
-        for bucket in reversed(self.buckets):  # the largest first: the others fit into its memory
-            self._buffers.fill_padding(bucket)
-            self.captures.append(self._capture(bucket, pair=False, observed=False))
+        for shape in reversed(self._shapes):  # the largest first: the others fit into its memory
+            self._buffers.fill_padding(shape.rows, shape.seqs if shape.prompts else None)
+            self.captures.append(self._capture(shape, pair=False, observed=False))
 
-    def bucket_of(self, num_seqs: int) -> int:
-        """The smallest bucket that holds `num_seqs` rows."""
-        return self.buckets[bisect.bisect_left(self.buckets, num_seqs)]
+    def shape_of(self, plan: StepPlan) -> GraphShape | None:
+        """Of the graph that takes the step; None: none does."""
+        return shape_of(plan, self._shapes, self._max_model_len)
 
-    def replay(self, bucket: int, between: Work | None = None) -> None:
-        """Enqueues the step of `bucket` rows on what stands in the buffers; with `between`, which
-        finds the logits kept and keeps rank 0's ids, instead of the sampling inside. All ranks take
-        the same graphs: the plan says on which side a step is, and observers are attached on all of
+    def replay(self, shape: GraphShape, between: Work | None = None) -> None:
+        """Enqueues a step of this shape on what stands in the buffers; with `between`, which finds
+        the logits kept and keeps rank 0's ids, instead of the sampling inside. All ranks take the
+        same graphs: the plan says on which side a step is, and observers are attached on all of
         them between the same steps."""
         observed = any(observer.captures for observer in self._comm.observers)
         graphs = self._observed if observed else self._clean
-        key = bucket, between is not None
+        key = shape, between is not None
         if key not in graphs:
             # The buffers hold this step's inputs; capturing runs the step once to warm up.
             capture = self._capture(*key, observed)
@@ -177,15 +177,19 @@ class DecodeGraphs:
         """Memory that the captures took from the device."""
         return sum(capture.bytes for capture in (*self.captures, *self.late_captures))
 
-    def _capture(self, bucket: int, pair: bool, observed: bool) -> Capture:
+    def _capture(self, shape: GraphShape, pair: bool, observed: bool) -> Capture:
         begin = time.perf_counter()
         free_before = self._recorder.free_bytes()
-        info = StepInfo(-1, Phase.DECODE, bucket, bucket, bucket, bucket, self.mode)
-        meta = (bucket, 1, self._max_model_len, bucket)
-        batch, rows = self._buffers.views(bucket, bucket, meta, all_greedy=False)
+        num_rows, seqs, prompts = shape
+        phase = Phase.PREFILL if prompts else Phase.DECODE
+        info = StepInfo(-1, phase, seqs, num_rows, num_rows, seqs, self.mode)
+        limit = self._max_model_len
+        meta = (seqs + 1, min(num_rows, limit), limit, 0) if prompts else (seqs, 1, limit, seqs)
+        batch, rows = self._buffers.views(num_rows, seqs, meta, all_greedy=False)
 
         def front() -> None:
-            self._buffers.fetch_known(batch.input_ids, bucket)
+            if not prompts:
+                self._buffers.fetch_known(batch.input_ids, seqs)
             (self._head if pair else self._whole)(batch, rows)
 
         parts: list[Work] = [front]
@@ -206,6 +210,6 @@ class DecodeGraphs:
         self._recorder.synchronize()
         self._comm.barrier()
         graphs = self._recorder.capture(parts, self._comm.capturing(info, observed))
-        (self._observed if observed else self._clean)[bucket, pair] = graphs
+        (self._observed if observed else self._clean)[shape, pair] = graphs
         taken = free_before - self._recorder.free_bytes()
-        return Capture(bucket, time.perf_counter() - begin, max(0, taken))
+        return Capture(shape.rows, time.perf_counter() - begin, max(0, taken))

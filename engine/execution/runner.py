@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from engine.comm.base import Communicator
-from engine.comm.types import Phase, StepInfo
+from engine.comm.types import StepInfo
 from engine.config import ResolvedConfig
 from engine.execution import forward
-from engine.execution.graphs import Capture, DecodeGraphs
+from engine.execution.graph_shapes import GraphShape
+from engine.execution.graphs import Capture, StepGraphs
 from engine.execution.launched import Launched
+from engine.execution.memory import readings
 from engine.execution.prebuild import prebuilding
 from engine.execution.sizing import pages_that_fit
 from engine.execution.steplog import StepLog
@@ -114,22 +116,22 @@ class Runner:
         """Enqueues one step: forward, and where sequences sample, logits to rank 0, sampling there,
         and the ids to every rank. `sampling` is rank 0's alone."""
         begin = time.perf_counter_ns()
-        graphs = self._graphs if plan.phase is Phase.DECODE else None
-        bucket = plan.num_tokens if graphs is None else graphs.bucket_of(plan.num_seqs)
+        graphs = self._graphs
+        shape = None if graphs is None else graphs.shape_of(plan)
         info = StepInfo(
             plan.step,
             plan.phase,
             plan.num_seqs,
             plan.num_tokens,
-            bucket=bucket,
+            bucket=plan.num_tokens if shape is None else shape.rows,
             samples=int(plan.samples.sum()),
-            mode=self._execution.mode if graphs is None else graphs.mode,
+            mode=self._execution.mode if graphs is None or shape is None else graphs.mode,
         )
         self.comm.step_begin(info)
-        if graphs is None:
+        if graphs is None or shape is None:
             launched = self._run(plan, sampling)
         else:
-            launched = self._replay(graphs, bucket, plan, sampling)
+            launched = self._replay(graphs, shape, plan, sampling)
         self.comm.step_end(info)
         if self.comm.rank == 0:
             launched = launched.on_its_way(self._readback)
@@ -147,11 +149,20 @@ class Runner:
         return Launched(ids, sampling, logprobs, prompt)
 
     def _replay(
-        self, graphs: DecodeGraphs, bucket: int, plan: StepPlan, sampling: SamplingPlan | None
+        self,
+        graphs: StepGraphs,
+        shape: GraphShape,
+        plan: StepPlan,
+        sampling: SamplingPlan | None,
     ) -> Launched:
         """A step that is all plain is one replay; else rank 0 samples between two."""
-        count, logprobs = plan.num_seqs, None
-        self._buffers.load(plan, bucket)
+        count, logprobs = int(plan.samples.sum()), None
+        if shape.prompts:
+            _, known = self._buffers.load(plan, shape.rows, shape.seqs)
+            if known:
+                self._buffers.fetch_known(self._buffers.input_ids(shape.rows), known)
+        else:
+            self._buffers.load(plan, shape.rows)
 
         def between() -> None:
             nonlocal logprobs
@@ -159,8 +170,8 @@ class Runner:
                 rows = self._buffers.rows(count, not plan.temperatures.any())
                 logprobs = self._sampling.sample(self._sampling.kept(count), rows, sampling)
 
-        graphs.replay(bucket, None if plan.plain else between)
-        return Launched(self._sampling.ids(count), sampling, logprobs)
+        graphs.replay(shape, None if plan.plain else between)
+        return Launched(self._sampling.ids(count) if count else None, sampling, logprobs)
 
     def _forward(self, batch: ForwardBatch, rows: SamplingRows) -> torch.Tensor:
         """A step that is all plain, on inputs that are laid out -> ids [N]."""
@@ -196,19 +207,9 @@ class Runner:
         return {**compiled, "captures": captures, "triton_builds": triton_builds()}
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes: weights, K/V, and the peak (GPU: reserved by the allocator; CPU: resident set)."""
-        weights = {p.untyped_storage().data_ptr(): p.nbytes for p in self.model.parameters()}
-        peak: int | None
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_reserved(self.device)
-        else:
-            peak = _peak_resident_bytes()
-        return {
-            "weights_bytes": sum(weights.values()),
-            "kv_bytes": self.kv_cache.nbytes,
-            "graph_pool_bytes": self._graphs.pool_bytes if self._graphs is not None else None,
-            "peak_bytes": peak,
-        }
+        """As memory.readings."""
+        pool = None if self._graphs is None else self._graphs.pool_bytes
+        return readings(self.model, self.kv_cache, pool, self.device)
 
     def captures(self) -> list[Capture]:
         """What capturing each bucket at start-up cost, in the order of capture."""
@@ -264,8 +265,8 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def _capture(self) -> DecodeGraphs:
-        return DecodeGraphs(
+    def _capture(self) -> StepGraphs:
+        return StepGraphs(
             self._forward,
             self._forward_to_logits,
             self._sampling.hand_out,
@@ -273,6 +274,7 @@ class Runner:
             self.comm,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
+            prompt_tokens=self.config.graph_prompt_tokens,
             mode=self._execution.mode,
         )
 
@@ -286,13 +288,3 @@ class Runner:
         self._sampling.warm_up(rows)
         self._execution.warmed_up()
         return time.perf_counter() - begin
-
-
-def _peak_resident_bytes() -> int | None:
-    """This process's peak resident set, None where the system does not tell (not Linux).
-
-    Not getrusage: its ru_maxrss survives exec, so a spawned rank would report its parent's peak.
-    """
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

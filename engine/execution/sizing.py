@@ -6,7 +6,7 @@ import torch
 
 from engine.config import ResolvedConfig
 from engine.errors import ConfigError
-from engine.execution.graphs import bucket_sizes
+from engine.execution.graph_shapes import bucket_sizes, prompt_shapes
 from engine.inputs.buffers import BatchBuffers
 from engine.kv_cache import KVCache
 from engine.models.qwen import Qwen3ForCausalLM
@@ -44,7 +44,9 @@ def pages_that_fit(
     free, total = torch.cuda.mem_get_info(device)
     itemsize = getattr(torch, config.dtype).itemsize
     reserved = int(total * (1 - config.memory_utilization))
-    reserved += _graph_reserve(config, shape) + _sampling_reserve(config, shape, itemsize)
+    reserved += _graph_reserve(config, shape, activations) + _sampling_reserve(
+        config, shape, itemsize
+    )
     page = KVCache.bytes_per_page(shape, config.tp, config.page_size, itemsize)
     pages = (free - activations - reserved) // page - 1  # one of them is the dummy page
     if pages < 1:
@@ -57,13 +59,18 @@ def pages_that_fit(
     return pages
 
 
-def _graph_reserve(config: ResolvedConfig, shape: ModelShape) -> int:
-    """Bytes kept free for CUDA graphs: the nodes of a whole one and of a pair for each bucket, and
-    the largest bucket's logits as they are gathered and as they are sampled in float32."""
+def _graph_reserve(config: ResolvedConfig, shape: ModelShape, activations: int) -> int:
+    """Bytes kept free for CUDA graphs: the nodes of a clean and an observed one of each shape, and
+    of both as pairs where steps decode; the largest decode step's logits as they are gathered and
+    as they are sampled in float32; the activations of the largest step with prompts, as its share
+    of those of max_num_batched_tokens rows."""
     if config.enforce_eager:
         return 0
+    rows = config.graph_prompt_tokens
+    prompts = prompt_shapes(rows, config.max_num_seqs, config.max_model_len)
+    graphs = 2 * len(bucket_sizes(config.max_num_seqs)) + 2 * len(prompts)
     logits = config.max_num_seqs * shape.vocab_size * 8
-    return 2 * len(bucket_sizes(config.max_num_seqs)) * _GRAPH_BYTES + logits
+    return graphs * _GRAPH_BYTES + logits + activations * rows // config.max_num_batched_tokens
 
 
 def _sampling_reserve(config: ResolvedConfig, shape: ModelShape, itemsize: int) -> int:

@@ -24,13 +24,13 @@ class ForwardBatch:
         input_ids: [T] int64.
         positions: [T] int64, position of each token in its sequence.
         slot_mapping: [T] int64, page * page_size + offset where the token's K/V goes.
-        cu_seqlens_q: [max_num_seqs + 1] int32, start row of each sequence; entries 0..S count.
-        cu_seqlens_k: [max_num_seqs + 1] int32, cumulative seq_lens from 0; entries 0..S count.
-        seq_lens: [max_num_seqs] int32, keys each sequence attends to at its last row (K/V written
-            in this step included); a chunk that ends at position p-1 has p, however long the
-            prompt is.
-        block_tables: [max_num_seqs, max_pages] int32, pages in order of position; row entries past
-            ceil(seq_len / page_size) are arbitrary.
+        cu_seqlens_q: [max_num_seqs + 2] int32, start row of each sequence; entries 0..S count.
+        cu_seqlens_k: [max_num_seqs + 2] int32, cumulative seq_lens from 0; entries 0..S count.
+        seq_lens: [max_num_seqs + 1] int32, keys each sequence attends to at its last row (K/V
+            written in this step included); a chunk that ends at position p-1 has p, however long
+            the prompt is.
+        block_tables: [max_num_seqs + 1, max_pages] int32, pages in order of position; row entries
+            past ceil(seq_len / page_size) are arbitrary.
         host_meta: [4] int32 on the CPU: S, max query length, max seq_len, number of sequences that
             decode (they come first).
         logits_indices: [N] int64, rows whose logits are wanted: the last row of each sequence that

@@ -8,11 +8,8 @@ import numpy as np
 import torch
 
 from engine.inputs.batch import ForwardBatch
-from engine.inputs.readback import DEPTH
+from engine.inputs.mirror import Mirror
 from engine.scheduling.step import StepPlan
-
-_ALIGN = 16  # bytes; what compiled code and vectorised kernels expect of a tensor's start
-_TOKEN_ARRAYS = 3  # input ids, positions, slot mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,98 +30,13 @@ class SamplingRows:
     all_greedy: bool
 
 
-class _Mirror:
-    """Named arrays in one host allocation, and the same on the device: one memory on a CPU, pinned
-    memory and a single copy a step on a GPU (a copy costs the host 9 us there, however small). Of
-    the pinned side there are two, since a step is laid out while the copy of the one before it may
-    still wait for the GPU.
-
-    In memory: token arrays, which end where the named ones begin and start the earlier the more
-    tokens there are; named arrays; last of them the block tables, of which the first rows count. So
-    what a step needs is always one range, and every array's place depends on the token count alone.
-
-    Args:
-        layout: name -> (shape, dtype) of the named arrays; the last has a row a sequence.
-        max_tokens: room for token arrays.
-    """
-
-    def __init__(
-        self,
-        layout: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        max_tokens: int,
-        device: torch.device,
-    ) -> None:
-        # Not at 0 even when full: dynamo takes a storage offset of 0 or 1 for a constant, and a
-        # step of exactly max_tokens tokens would compile the model again.
-        self._named = size = _ALIGN + _TOKEN_ARRAYS * _stride(max_tokens) * 8
-        offsets = {}
-        for name, (shape, dtype) in layout.items():
-            offsets[name] = size
-            nbytes = int(np.prod(shape)) * dtype.itemsize
-            size += -(-nbytes // _ALIGN) * _ALIGN
-        self._tables, rows = offsets[name], shape[0]
-        self._table_row_bytes = nbytes // rows
-        on_gpu = device.type == "cuda"
-        memories = [
-            torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-            for _ in range(DEPTH if on_gpu else 1)
-        ]
-        self._device = torch.zeros_like(memories[0], device=device) if on_gpu else memories[0]
-
-        def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-            found = {}
-            for name, (shape, dtype) in layout.items():
-                stop = offsets[name] + int(np.prod(shape)) * dtype.itemsize
-                found[name] = memory[offsets[name] : stop].view(dtype).view(shape)
-            return found
-
-        self.tensors = views(self._device)
-        self._hosts = [
-            (memory, {name: view.numpy() for name, view in views(memory).items()})
-            for memory in memories
-        ]
-        self._turn = 0
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The host's arrays by name, of the side whose turn it is."""
-        return self._hosts[self._turn][1]
-
-    def turn(self) -> None:
-        """Goes to the other host side, that of DEPTH steps before. Rank 0 has collected that step,
-        or the plan of this one would not be there; so its copies are done on every rank, since
-        the step's collectives stand behind them."""
-        self._turn = (self._turn + 1) % len(self._hosts)
-
-    def token_arrays(self, tokens: int) -> tuple[np.ndarray, torch.Tensor]:
-        """-> [3, stride] int64 on host and device, stride >= tokens; rows start aligned."""
-        stride = _stride(tokens)
-        begin = self._named - _TOKEN_ARRAYS * stride * 8
-        host, device = (
-            memory[begin : self._named].view(torch.int64).view(_TOKEN_ARRAYS, stride)
-            for memory in (self._hosts[self._turn][0], self._device)
-        )
-        return host.numpy(), device
-
-    def upload(self, tokens: int, rows: int) -> None:
-        """Copies to the device what a step of `tokens` tokens and `rows` sequences needs."""
-        host = self._hosts[self._turn][0]
-        if self._device is not host:
-            begin = self._named - _TOKEN_ARRAYS * _stride(tokens) * 8
-            stop = self._tables + rows * self._table_row_bytes
-            self._device[begin:stop].copy_(host[begin:stop], non_blocking=True)
-
-
-def _stride(tokens: int) -> int:
-    """int64 from one token array to the next, so that each starts aligned."""
-    return -(-tokens * 8 // _ALIGN) * _ALIGN // 8
-
-
 class BatchBuffers:
     """One rank's static inputs, its copy of the block tables, and the last sampled token by slot.
 
-    A step that is padded to a bucket of rows (CUDA graphs) gets rows that belong to no sequence:
-    they read and write the dummy page, attend to one key there, and sample into a dummy slot.
+    A decode step that is padded to a bucket of rows (CUDA graphs) gets rows that belong to no
+    sequence: they read and write the dummy page, attend to one key there, and sample into a dummy
+    slot. In a step with prompts they are prompts of their own on the dummy page, which sample
+    nothing; for one of them there is room beside max_num_seqs sequences.
 
     Args:
         dummy_page: a page that no block table names.
@@ -144,16 +56,16 @@ class BatchBuffers:
         dummy_page: int,
         device: torch.device,
     ) -> None:
-        self._page_size = page_size
+        self._page_size, self._max_model_len = page_size, max_model_len
         self._dummy_page = dummy_page
         self._dummy_slot = max_num_seqs
         pages = -(-max_model_len // page_size)
         self._tables = np.zeros((max_num_seqs, pages), np.int32)  # by slot
         seqs = (max_num_seqs,)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "cu_seqlens_q": ((max_num_seqs + 1,), torch.int32),
-            "cu_seqlens_k": ((max_num_seqs + 1,), torch.int32),
-            "seq_lens": (seqs, torch.int32),
+            "cu_seqlens_q": ((max_num_seqs + 2,), torch.int32),
+            "cu_seqlens_k": ((max_num_seqs + 2,), torch.int32),
+            "seq_lens": ((max_num_seqs + 1,), torch.int32),
             "logits_indices": (seqs, torch.int64),
             "known_rows": (seqs, torch.int64),
             "known_slots": (seqs, torch.int64),
@@ -161,9 +73,9 @@ class BatchBuffers:
             "sample_positions": (seqs, torch.int64),
             "seeds": (seqs, torch.int64),
             "temperatures": (seqs, torch.float32),
-            "block_tables": ((max_num_seqs, pages), torch.int32),
+            "block_tables": ((max_num_seqs + 1, pages), torch.int32),
         }
-        self._mirror = _Mirror(layout, max_num_batched_tokens, device)
+        self._mirror = Mirror(layout, max_num_batched_tokens, device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
 
     def fill(self, plan: StepPlan) -> tuple[ForwardBatch, SamplingRows]:
@@ -175,9 +87,12 @@ class BatchBuffers:
             self.fetch_known(batch.input_ids, known)
         return batch, rows
 
-    def load(self, plan: StepPlan, rows: int) -> tuple[tuple[int, int, int, int], int]:
+    def load(
+        self, plan: StepPlan, rows: int, seqs: int | None = None
+    ) -> tuple[tuple[int, int, int, int], int]:
         """Applies the plan's new pages to the block tables and brings its arrays to the device,
-        padded to `rows` rows if that is more than its tokens (then every sequence must decode).
+        padded to `rows` rows if that is more than its tokens, and with `seqs` to so many sequences
+        that sample and one of padding (without it every sequence of a padded step must decode).
         Returns (host_meta, number of input ids that stand on the device).
 
         Work on the host is a fixed number of numpy calls over S sequences, T tokens and the new
@@ -212,11 +127,15 @@ class BatchBuffers:
         arrays["temperatures"][:count] = plan.temperatures[sampling]
         arrays["known_rows"][: len(known)] = known
         arrays["known_slots"][: len(known)] = slots[seq_of_token[known]]
-        padding = rows - plan.num_tokens
-        if padding:
-            assert len(known) == num_seqs, "only steps that decode are padded"
-            self._pad(num_seqs, rows, token_arrays)
-        self._mirror.upload(rows, num_seqs + padding)
+        if seqs is not None:
+            self._pad_prompts(num_seqs, count, plan.num_tokens, token_arrays[:, :rows], seqs)
+            self._mirror.upload(rows, seqs + 1)
+        else:
+            padding = rows - plan.num_tokens
+            if padding:
+                assert len(known) == num_seqs, "only steps that decode are padded"
+                self._pad(num_seqs, rows, token_arrays)
+            self._mirror.upload(rows, num_seqs + padding)
         meta = (num_seqs, int(lens.max()), int(seq_lens.max()), plan.num_decodes)
         return meta, len(known)
 
@@ -258,10 +177,18 @@ class BatchBuffers:
         tokens = self.last_tokens.index_select(0, tensors["known_slots"][:count])
         input_ids.index_copy_(0, tensors["known_rows"][:count], tokens)
 
-    def fill_padding(self, bucket: int) -> None:
-        """Lays out a step of `bucket` rows that all belong to no sequence."""
-        self._pad(0, bucket, self._mirror.token_arrays(bucket)[0])
-        self._mirror.upload(bucket, bucket)
+    def input_ids(self, tokens: int) -> torch.Tensor:
+        """[tokens] on the device, as in the `views` of so many."""
+        return self._mirror.token_arrays(tokens)[1][0, :tokens]
+
+    def fill_padding(self, rows: int, seqs: int | None = None) -> None:
+        """Lays out a step of `rows` rows that all belong to no sequence; `seqs` as in load()."""
+        token_arrays = self._mirror.token_arrays(rows)[0][:, :rows]
+        if seqs is None:
+            self._pad(0, rows, token_arrays)
+        else:
+            self._pad_prompts(0, 0, 0, token_arrays, seqs)
+        self._mirror.upload(rows, rows if seqs is None else seqs + 1)
 
     def _pad(self, num_seqs: int, bucket: int, token_arrays: np.ndarray) -> None:
         arrays, padding = self._mirror.arrays, slice(num_seqs, bucket)
@@ -276,6 +203,28 @@ class BatchBuffers:
         arrays["sample_positions"][padding] = 0
         arrays["seeds"][padding] = 0
         arrays["temperatures"][padding] = 0.0
+
+    def _pad_prompts(
+        self, num_seqs: int, samples: int, tokens: int, token_arrays: np.ndarray, seqs: int
+    ) -> None:
+        """Rows from `tokens` on are prompts of up to max_model_len tokens, sequences past those are
+        empty."""
+        arrays, longest = self._mirror.arrays, self._max_model_len
+        left = token_arrays.shape[1] - tokens
+        positions = np.arange(left) % longest
+        token_arrays[0, tokens:] = 0
+        token_arrays[1, tokens:] = positions
+        token_arrays[2, tokens:] = self._dummy_page * self._page_size + positions % self._page_size
+        lens = np.clip(left - longest * np.arange(seqs + 1 - num_seqs), 0, longest)
+        assert lens.sum() == left, "more rows of padding than their sequences take"
+        ends = np.cumsum(lens)
+        arrays["seq_lens"][num_seqs : seqs + 1] = lens
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            arrays[name][num_seqs + 1 : seqs + 2] = arrays[name][num_seqs] + ends
+        arrays["block_tables"][num_seqs : seqs + 1] = self._dummy_page
+        arrays["sample_slots"][samples:seqs] = self._dummy_slot
+        for name in ("logits_indices", "sample_positions", "seeds", "temperatures"):
+            arrays[name][samples:seqs] = 0
 
     def _apply_pages(self, plan: StepPlan) -> None:
         counts = plan.page_counts

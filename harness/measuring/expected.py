@@ -13,14 +13,15 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from engine.shape import ModelShape
 from harness.measuring.attribution import AttributionError, Joined
-from harness.observers.records import ITEM_BYTES, PHASES, CountRecord
+from harness.observers.records import DECODE, ITEM_BYTES, PHASES, CountRecord
 
 
 def expected_bytes(joined: Joined, shape: ModelShape) -> np.ndarray:
     """[N] payload that the model's shape asks for, -1 where it does not say (token ids).
 
-    all_reduce: rows of the forward x hidden size; gather: sampling rows (in a replay all rows of
-    the bucket) x vocabulary, padded to a multiple of the ranks.
+    all_reduce: rows of the forward x hidden size; gather: sampling rows (in a replayed decode step
+    all rows of the bucket; in other replays not said) x vocabulary, padded to a multiple of the
+    ranks.
     """
     names = joined.records[0].dtypes
     item = np.array([ITEM_BYTES.get(name, 0) for name in names] or [0])[joined.rows["dtype"]]
@@ -29,6 +30,8 @@ def expected_bytes(joined: Joined, shape: ModelShape) -> np.ndarray:
     reduce_bytes = step["bucket"].astype(np.int64) * shape.hidden_size * item
     gathered = np.where(joined.replayed, joined.steps["bucket"], joined.steps["samples"])
     gather_bytes = gathered[joined.step_index].astype(np.int64) * vocab * item
+    padded = joined.replayed & (joined.steps["phase"] != DECODE)
+    gather_bytes[padded[joined.step_index]] = -1
     found = np.where(joined.is_kind(Kind.ALL_REDUCE), reduce_bytes, -1)
     return np.where(joined.is_kind(Kind.GATHER), gather_bytes, found)
 
@@ -44,12 +47,13 @@ def check_expected(joined: Joined, shape: ModelShape) -> None:
     for row in joined.rows:
         groups[int(row["step"])].append((int(row["kind"]), int(row["site"])))
     token_ids = (int(Kind.BROADCAST), int(Site.TOKEN_IDS))
-    for step in joined.steps:
+    for step, replayed in zip(joined.steps, joined.replayed, strict=True):
         found = groups[int(step["step"])]
         model = [pair for pair in found if pair != token_ids]
         wanted = [
             tuple(map(int, p))
-            for p in shape.expected_collectives(joined.world, step["samples"] > 0)
+            # A graph samples in every step.
+            for p in shape.expected_collectives(joined.world, step["samples"] > 0 or replayed)
         ]
         if model != wanted or len(found) - len(model) > (1 if joined.world > 1 else 0):
             raise AttributionError(

@@ -122,7 +122,7 @@ class _Rank:
                 self.steps["begin_ns"][index] = begins[kernels].min()
                 self.steps["end_ns"][index] = ends[kernels].max()
             calls = kernels[communication[kernels]]
-            replay = view.steps["what"].iloc[index] == REPLAY
+            replay = view.steps["what"].iloc[index].startswith(REPLAY)
             sent = self._replayed(index, calls) if replay else self._launched(index, calls)
             if sent is None:
                 self.unknown[index] = True

@@ -10,7 +10,8 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from harness.measuring.pass_plan import NSYS
 from harness.nsys.place import REPLAY, JoinError, RankView
-from harness.observers.records import PHASE_CODES, STEP_DTYPE
+from harness.observers.nvtx import range_name
+from harness.observers.records import DECODE, PHASE_CODES, PHASES, STEP_DTYPE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,9 +63,9 @@ class FromExport:
         rows = np.zeros(len(view.steps), STEP_DTYPE)
         rows["step"] = np.arange(len(rows))
         rows["batch"] = view.steps["batch"]
-        replayed = (view.steps["what"] == REPLAY).to_numpy()
-        rows["mode"] = replayed
-        whats = view.steps["what"].where(~replayed, "decode")
+        whats = view.steps["what"]
+        rows["mode"] = whats.str.startswith(REPLAY)
+        whats = whats.replace(REPLAY, "decode").str.removeprefix(f"{REPLAY}-")
         unknown = set(whats) - set(PHASE_CODES)
         if unknown:
             raise JoinError(f"ranges step/{sorted(unknown)[0]}: no such kind of step is known here")
@@ -107,12 +108,13 @@ class FromRun:
             for row in sent.drop_duplicates(["kind", "site"]).itertuples()
         }
         sent = sent[sent["mode"].str.startswith("graph")]
-        buckets = steps[steps["rank"] == 0].set_index(["pass", "step"])["bucket"]
-        self._graphs: dict[int, list[Sent]] = {}
+        of_rank = steps[steps["rank"] == 0].set_index(["pass", "step"])[["phase", "bucket"]]
+        self._graphs: dict[tuple[bool, int], list[Sent]] = {}
         for (name, step), rows in sent.groupby(["pass", "step"], sort=False):
-            bucket = int(buckets.loc[name, step])
-            if bucket not in self._graphs:
-                self._graphs[bucket] = [
+            phase, bucket = of_rank.loc[(name, step)]
+            graph = phase == PHASES[DECODE], int(bucket)
+            if graph not in self._graphs:
+                self._graphs[graph] = [
                     Sent(_KINDS[r.kind], _SITES[r.site], int(r.bytes), r.dtype, r.path)
                     for r in rows.itertuples()
                 ]
@@ -134,7 +136,10 @@ class FromRun:
         return rows, modes
 
     def _check(self, view: RankView, own: pd.DataFrame) -> None:
-        wanted = own["phase"].where(~own["mode"].str.startswith("graph"), REPLAY).tolist()
+        wanted = [
+            range_name(phase, mode.startswith("graph"))
+            for phase, mode in zip(own["phase"], own["mode"], strict=True)
+        ]
         for index, (found, there) in enumerate(zip(view.steps["what"], wanted, strict=True)):
             if found != there:
                 raise JoinError(
@@ -144,7 +149,7 @@ class FromRun:
     def replay(self, step: np.void, kinds: Sequence[int]) -> list[Sent] | None:
         if not kinds and not self._names:  # tp=1
             return []
-        return self._graphs.get(int(step["bucket"]))
+        return self._graphs.get((int(step["phase"]) == DECODE, int(step["bucket"])))
 
     def names(self, kind: int, site: int) -> tuple[str, str]:
         if (kind, site) not in self._names:

@@ -10,14 +10,13 @@ import numpy as np
 from engine.comm.types import Kind, Site
 from harness.nsys.reader import RUNTIME
 from harness.observers.kernels import communicates
-from harness.observers.nvtx import NVTX_DOMAIN
+from harness.observers.nvtx import NVTX_DOMAIN, REPLAY
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from harness.nsys.reader import Export
 
-REPLAY = "replay"
 _STEP = "step/"
 _KINDS = {kind.label: int(kind) for kind in Kind}
 _SITES = {site.label: int(site) for site in Site}
@@ -71,7 +70,7 @@ def place(export: Export) -> list[RankView]:
             f"{export.product}). nsys of 2022 and 2023 does not hear nvtx 0.2.12 and newer: take "
             "nsys 2025.3, or nvtx 0.2.11"
         )
-    if export.whole_graphs and (message == f"{_STEP}{REPLAY}").any():
+    if export.whole_graphs and message.str.startswith(f"{_STEP}{REPLAY}").any():
         raise JoinError(
             f"{export.path}: {export.whole_graphs} launches of CUDA graphs were recorded as a "
             "whole, without their kernels; profile with --cuda-graph-trace=node"

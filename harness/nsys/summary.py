@@ -153,7 +153,7 @@ def kernels(profile: Profile) -> Section:
     sums: dict[tuple[str, str], np.ndarray] = {}
     world, totals = len(profile.views), {"launched": 0, REPLAY: 0}
     for view in profile.views:
-        replayed = (view.steps["what"] == REPLAY).to_numpy()
+        replayed = view.steps["what"].str.startswith(REPLAY).to_numpy()
         totals = {"launched": int((~replayed).sum()), REPLAY: int(replayed.sum())}
         inside = view.kernels[view.kernels["step"] >= 0]
         how = np.where(replayed[inside["step"]], REPLAY, "launched")

@@ -11,7 +11,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from engine.comm.types import Collective, CollectiveObserver, ObserverContext, StepInfo
+from engine.comm.types import Collective, CollectiveObserver, ObserverContext, Phase, StepInfo
 from harness.observers.records import (
     COLLECTIVE_DTYPE,
     PHASE_CODES,
@@ -27,6 +27,12 @@ SLOTS = FIRST + 2 * MAX_COLLECTIVES
 
 Note = tuple[int, ...]
 """(row of the step, ordinal, kind, site, bytes, dtype, path)"""
+
+
+def graph_of(step: StepInfo) -> int:
+    """Tells the graphs of an engine apart as far as their collectives do: a decode step's by its
+    rows, those of other steps by the same as a negative number."""
+    return step.bucket if step.phase is Phase.DECODE else -step.bucket
 
 
 class DeviceTimer(CollectiveObserver):
@@ -45,8 +51,8 @@ class DeviceTimer(CollectiveObserver):
         self._steps = Rows(STEP_DTYPE, 1024)
         self._modes, self._dtypes, self._paths = Names(), Names(), Names()
         self._launched: list[Note] = []  # of steps that Python ran
-        self._captured: dict[int, list[Note]] = {}  # of one replay, by bucket
-        self._bucket_of_row: list[int | None] = []  # None: not replayed
+        self._captured: dict[int, list[Note]] = {}  # of one replay, by graph
+        self._graph_of_row: list[int | None] = []  # None: not replayed
         self._capturing: set[int] = set()  # rows of steps in which a graph was captured
         self._sink, self._count = self._launched, 0
         self.tick_ns, self.floor_ns, self.graph_floor_ns = self._calibrate()
@@ -62,8 +68,8 @@ class DeviceTimer(CollectiveObserver):
         """The host's work between steps; nothing of the step is enqueued yet."""
 
     @abstractmethod
-    def _begin(self, bucket: int | None) -> None:
-        """Enqueues the reading of slot 0; in the graph of `bucket`, or launched if it is None."""
+    def _begin(self, graph: int | None) -> None:
+        """Enqueues the reading of slot 0; in a `graph`, or launched if it is None."""
 
     @abstractmethod
     def _mark(self, slot: int) -> None:
@@ -90,7 +96,7 @@ class DeviceTimer(CollectiveObserver):
                 0,
             )
         )
-        self._bucket_of_row.append(step.bucket if step.replayed else None)
+        self._graph_of_row.append(graph_of(step) if step.replayed else None)
         if not step.replayed:
             self._sink, self._count = self._launched, 0
             self._begin(None)
@@ -127,9 +133,9 @@ class DeviceTimer(CollectiveObserver):
 
     def capture_begin(self, step: StepInfo) -> None:
         self._capturing.add(self._steps.count - 1)
-        self._sink = self._captured[step.bucket] = []
+        self._sink = self._captured[graph_of(step)] = []
         self._count = 0
-        self._begin(step.bucket)
+        self._begin(graph_of(step))
 
     def capture_end(self, step: StepInfo) -> None:
         self._mark(END)
@@ -139,9 +145,9 @@ class DeviceTimer(CollectiveObserver):
         steps = self._steps.taken()
         steps["begin_ns"], steps["end_ns"] = times[:, BEGIN], times[:, END]
         notes = list(self._launched)
-        for place, bucket in enumerate(self._bucket_of_row):
-            if bucket is not None:
-                notes += [(place, *note[1:]) for note in self._captured[bucket]]
+        for place, graph in enumerate(self._graph_of_row):
+            if graph is not None:
+                notes += [(place, *note[1:]) for note in self._captured[graph]]
         table = np.array(notes, np.int64).reshape(len(notes), 7)
         row, ordinal = table[:, 0], table[:, 1]
         rows = np.zeros(len(notes), COLLECTIVE_DTYPE)

@@ -79,7 +79,7 @@ class EventObserver(DeviceTimer):
         row = len(self._read)
         if row == len(self._begun_ns):
             return
-        bucket = self._bucket_of_row[row]
+        bucket = self._graph_of_row[row]
         if bucket is None:
             pool, count = self._launched_pool, self._launched_count(row)
         else:

@@ -80,6 +80,8 @@ class EngineSection:
     max_model_len: int | None = None  # tokens of prompt + output; null: what the model takes
     max_num_seqs: int | None = None  # requests in the cache at once; null: the largest batch
     max_num_batched_tokens: int | None = None  # query tokens of a step; null: the engine's default
+    graph_prompt_tokens: int | None = None  # rows of the largest step with prompts that replays a
+    # CUDA graph, 0: none does; null: as many as the GPU computes while the host launches them
     num_pages: int | None = None  # pages of the K/V cache; null: from free memory
     overlap: bool | None = None  # plan a step while the one before it runs; null: on GPUs
     fused: str = "auto"  # own kernels on a GPU where nothing is compiled. none: torch's own ops;

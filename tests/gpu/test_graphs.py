@@ -11,7 +11,7 @@ import torch
 
 from engine import LLM, FinishReason, SamplingParams
 from engine.comm.types import Phase
-from engine.execution.graphs import bucket_sizes
+from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.launched import Launched
 from engine.execution.runner import Runner
 from tests.gpu.conftest import HEADS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,16 @@ class GraphRank:
 
     Args:
         pipe: steps of rank 0 for the other rank; not used at a world of one.
+        prompt_tokens: rows of the largest step with prompts that has a graph.
     """
 
     def __init__(
-        self, path: Path, comm: Communicator, pipe: queue.Queue[bytes | None], **options: Any
+        self,
+        path: Path,
+        comm: Communicator,
+        pipe: queue.Queue[bytes | None],
+        prompt_tokens: int = 0,
+        **options: Any,
     ) -> None:
         config = EngineConfig(
             model=str(path), tp=comm.world, enforce_eager=True, device="cpu", **options
@@ -83,6 +90,8 @@ class GraphRank:
         shape = ModelShape.from_hf(path)
         self.comm, self._pipe = comm, pipe
         self.runner = Runner(resolve(config, shape), shape, comm)
+        # On a CPU nothing is captured, and resolving has said so.
+        self.runner.config = replace(self.runner.config, graph_prompt_tokens=prompt_tokens)
         graphs = self.runner._capture()
         self.recorder: FakeRecorder = graphs._recorder  # type: ignore[assignment]
         self.recorder.comm, self.recorder.last_tokens = comm, self.runner._buffers.last_tokens

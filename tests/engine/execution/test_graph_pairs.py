@@ -12,6 +12,7 @@ from engine import SamplingParams
 from engine.comm import Collective, CollectiveObserver, Communicator
 from engine.comm.types import StepInfo
 from engine.execution import graphs
+from engine.execution.graph_shapes import bucket_sizes
 from engine.requests.request import Request
 from tests.support.checkpoints import Checkpoints
 from tests.support.engines import small_engine
@@ -75,7 +76,7 @@ def test_a_mixed_batch_gives_what_eager_steps_give(
 def test_plain_steps_replay_once_and_others_twice(checkpoints: Checkpoints) -> None:
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     ((_, rank),) = serve(checkpoints(), 1, PROMPTS[:3], [plain] * 3)
-    buckets = [1] * len(graphs.bucket_sizes(12))
+    buckets = [1] * len(bucket_sizes(12))
     assert rank.recorder.captured == buckets
     assert rank.recorder.replays == 5
     # Two tokens at least: the step after the prompts masks, and those after it are plain.

@@ -11,7 +11,7 @@ import pytest
 from engine import FinishReason, SamplingParams
 from engine.comm import Communicator
 from engine.execution import graphs
-from engine.execution.graphs import bucket_sizes
+from engine.execution.graph_shapes import bucket_sizes
 from engine.requests.request import Request
 from tests.support.checkpoints import Checkpoints
 from tests.support.fake_graphs import FakeRecorder, GraphRank
@@ -75,7 +75,7 @@ def test_more_rows_than_a_sequence_has_positions(checkpoints: Checkpoints) -> No
     block table of two pages, however many rows the bucket has."""
     path = checkpoints()
     requests, rank = serve(path, 70, 9, max_num_seqs=80, max_model_len=14)
-    assert rank.runner._graphs is not None and rank.runner._graphs.buckets[-1] == 80
+    assert rank.runner._graphs is not None and rank.runner._graphs._shapes[-1].rows == 80
     assert rank.recorder.captured == [1] * len(bucket_sizes(80))
     assert_greedy(path, requests, 9)
 

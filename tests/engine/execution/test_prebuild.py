@@ -25,7 +25,7 @@ from engine.attention import flash
 from engine.comm.solo import SoloCommunicator
 from engine.config import ResolvedConfig
 from engine.execution import prebuild
-from engine.execution.graphs import bucket_sizes
+from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.prebuild import _Rank, first_launches, prebuilding
 from engine.execution.warmup import warmup_steps
 from engine.inputs.batch import ForwardBatch

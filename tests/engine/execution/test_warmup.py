@@ -9,7 +9,7 @@ import torch
 
 from engine.attention.triton_paged import num_splits
 from engine.config import EngineConfig, ResolvedConfig
-from engine.execution.graphs import bucket_sizes
+from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.warmup import warmup_steps
 from engine.inputs.buffers import BatchBuffers
 from engine.resolve import resolve
