@@ -183,7 +183,7 @@ def test_an_engine_has_a_device_time_for_each_step(checkpoints: Checkpoints, eag
         modes = {record.modes[m] for m in record.steps["mode"][1:]}
         assert modes == ({"eager"} if eager else {"graph"})
         buckets = {bucket for bucket, _, _ in llm.captures()}
-        assert buckets == (set() if eager else {1, 2, 4})
+        assert not buckets if eager else buckets >= {1, 2, 4}
 
 
 def point(tmp_path: Path, compile_cache: Path, **changes: Any) -> Results:
