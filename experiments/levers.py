@@ -1,4 +1,4 @@
-"""What each lever gains: overlap, attention, all-reduces, fused kernels, products."""
+"""What each lever gains: overlap, graphs of prompts, attention, sums, fused kernels, products."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 LEVERS: dict[str, tuple[Any, ...]] = {
     "engine.overlap": (False, True),
+    "engine.graph_prompt_tokens": (0, None),
     "attention": ("sdpa", "flash2", "triton", "flash2_triton", "flash4"),
     "comm": ("nccl", "symm_mem", "symm_fused"),
     "engine.fused": ("none", "layers", "store"),
     "engine.linear": ("torch", "triton"),
 }
 """Settings and their values, each measured against those before it."""
-TAKEN = {"engine.overlap": True, "attention": "flash2_triton", "comm": "symm_fused",
+TAKEN = {"engine.overlap": True, "engine.graph_prompt_tokens": None,
+         "attention": "flash2_triton", "comm": "symm_fused",
          "engine.fused": "store", "engine.linear": "triton"}  # fmt: skip
 """What the engine takes on a GPU when it is not told (engine/resolve.py)."""
 JUDGED = (*DEFAULT, "step_host_us", "ttft")
@@ -44,7 +46,7 @@ DECIDES = ("tpot", "ttft")
 have one token (workload=prefill)."""
 COLUMNS = {
     "lever": Column("the setting that differs; all others are equal"),
-    "before": Column("its value on one side"),
+    "before": Column("its value on one side, as a command line has it"),
     "after": Column("and on the other"),
     "beside": Column("other levers that the run pulls, as both sides have them"),
     "metric": Column("the figure"),
@@ -81,10 +83,12 @@ def _rows(group: Group) -> Iterator[dict[str, Any]]:
     for lever, before, after in _pairs(group):
         place = list(LEVERS).index(lever)
         head = group.head() | dict.fromkeys(COLUMNS)
-        head |= {"lever": lever, "before": before[place], "after": after[place]}
-        head["beside"] = _beside(group, before, lever)
+        head |= {"lever": lever, "beside": _beside(group, before, lever)}
+        # As text: null and 0 in one column would become NaN and 0.0.
+        head |= {"before": as_written(before[place]), "after": as_written(after[place])}
         a, b = group.points[before], group.points[after]
-        wrong = [f"{v[place]}: {w}" for v, p in ((before, a), (after, b)) if (w := problem(p))]
+        sides = (head["before"], a), (head["after"], b)
+        wrong = [f"{value}: {w}" for value, side in sides if (w := problem(side))]
         if wrong:
             yield head | {"reason": "; ".join(wrong)}
             continue
@@ -141,13 +145,14 @@ def verdict(frame: pd.DataFrame) -> Finding:
     for (lever, before, after), own in rows.groupby(["lever", "before", "after"], sort=False):
         counts = own["verdict"].value_counts()
         said.append(
-            f"{lever} {as_written(before)} to {as_written(after)}: "
+            f"{lever} {before} to {after}: "
             f"{between(own['gain'], '.2f')} times better, FASTER in {counts.get('FASTER', 0)} "
             f"and SLOWER in {counts.get('SLOWER', 0)} of {len(own)} cells"
         )
-        if TAKEN[str(lever)] not in (before, after):
+        taken = as_written(TAKEN[str(lever)])
+        if taken not in (before, after):
             continue
-        better = Verdict.SLOWER if after == TAKEN[str(lever)] else Verdict.FASTER
+        better = Verdict.SLOWER if after == taken else Verdict.FASTER
         beaten += int(counts.get(str(better), 0))
         open_ones += int(counts.get(str(Verdict.AMBIGUOUS), 0))
     text = "; ".join(said)
@@ -164,7 +169,7 @@ def figure(results: Results, frame: pd.DataFrame, path: Path) -> None:
     colours = {lever: f"C{i}" for i, lever in enumerate(LEVERS)}
     drawing, (ax,) = lines(
         [
-            f"{row['lever']} {as_written(row['before'])} to {as_written(row['after'])} {told}"
+            f"{row['lever']} {row['before']} to {row['after']} {told}"
             for told, row in zip(
                 labels(rows, COLUMNS, ("beside",)), rows.to_dict("records"), strict=True
             )

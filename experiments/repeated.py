@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+ABSENT = "no such setting"
+"""In the place of its value in a run from before there was a setting: null may mean another."""
 ONE_TOKEN = "no tpot: requests of one token have none"
 
 
@@ -46,8 +48,7 @@ def groups(results: Results, axes: Sequence[str]) -> list[Group]:
     for asked, rows in cells.values():
         rest = {name: value for name, value in asked.items() if name not in axes}
         group = found.setdefault(json.dumps(rest, sort_keys=True), Group(rest, (), {}))
-        # A run from before there was such a setting does not hold it.
-        group.points[tuple(asked.get(axis) for axis in axes)] = rows
+        group.points[tuple(asked.get(axis, ABSENT) for axis in axes)] = rows
     shown = shown_of([group.asked for group in found.values()])
     names = tuple(name for name in shown if name not in axes)
     return [replace(group, shown=names) for group in found.values()]

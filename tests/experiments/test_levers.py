@@ -22,10 +22,12 @@ from tests.support.made_runs import noisy, write_cell
 BASE: dict[str, Any] = {
     "device": "cuda", "timing": "stamps", "attention": "flash2_triton", "comm": "symm_fused",
     "engine__overlap": True, "engine__fused": "store", "engine__linear": "triton",
+    "engine__graph_prompt_tokens": None,
 }  # fmt: skip
 PULLED: dict[str, dict[str, Any]] = {
     "base": {},
     "no_overlap": {"engine__overlap": False},
+    "no_prompt_graphs": {"engine__graph_prompt_tokens": 0},
     "flash2": {"attention": "flash2"},
     "triton": {"attention": "triton"},
     "nccl": {"comm": "nccl"},
@@ -45,9 +47,10 @@ def write_levers(run: Path, speeds: dict[str, float], first: int = 0, **changes:
                    **{**BASE, **PULLED[name], **changes})  # fmt: skip
 
 
-SPEEDS = {"base": 1.0, "no_overlap": 0.8, "flash2": 0.8, "triton": 1.1, "nccl": 1.0,
-          "unfused": 0.5, "layers": 0.9, "cublas": 0.625}  # fmt: skip
-GAINS = [("engine.overlap", False, True, 1.25), ("attention", "flash2", "flash2_triton", 1.25),
+SPEEDS = {"base": 1.0, "no_overlap": 0.8, "no_prompt_graphs": 0.25, "flash2": 0.8,
+          "triton": 1.1, "nccl": 1.0, "unfused": 0.5, "layers": 0.9, "cublas": 0.625}  # fmt: skip
+GAINS = [("engine.overlap", "false", "true", 1.25),
+         ("engine.graph_prompt_tokens", "0", "null", 4.0), ("attention", "flash2", "flash2_triton", 1.25),
          ("attention", "triton", "flash2_triton", 1 / 1.1),
          ("attention", "flash2", "triton", 1.375),
          ("comm", "nccl", "symm_fused", 1.0), ("engine.fused", "none", "store", 2.0),
@@ -126,13 +129,54 @@ def test_the_claim_is_that_nothing_beats_what_is_taken(
     assert said in found.text
 
 
+def test_null_is_a_value_of_a_lever_and_reads_so(tmp_path: Path) -> None:
+    """Where no other lever is pulled, a column of null and 0 would be one of NaN and 0.0."""
+    run = tmp_path / "run"
+    write_levers(run, {"base": 1.0, "no_prompt_graphs": 0.25})
+    frame = summary(load(run))
+    assert frame[["before", "after"]].drop_duplicates().to_numpy().tolist() == [["0", "null"]]
+    found = EXPERIMENT.verdict(frame)
+    assert found.holds is True
+    assert found.text.startswith("engine.graph_prompt_tokens 0 to null: ")
+    assert "times better, FASTER in 1 and SLOWER in 0 of 1 cells" in found.text
+    text = report(EXPERIMENT, run, tmp_path / "out")
+    assert "| engine.graph_prompt_tokens | 0 | null |" in text
+    write_levers(run, {"base": 1.0}, first=2, engine__overlap=False)
+    write_levers(run, {"no_prompt_graphs": 0.5}, first=3, engine__overlap=False)
+    tpot = (frame := summary(load(run)))[frame["metric"] == "tpot"]
+    told = tpot[tpot["lever"] == "engine.overlap"].set_index("beside")["gain"]
+    assert told.to_dict() == pytest.approx(
+        {"engine.graph_prompt_tokens=null": 1.0, "engine.graph_prompt_tokens=0": 0.5}, rel=0.015
+    )
+
+
+def test_where_prompts_without_graphs_are_faster_the_claim_does_not_hold(tmp_path: Path) -> None:
+    write_levers(tmp_path / "run", {"base": 1.0, "no_prompt_graphs": 1.1})
+    assert EXPERIMENT.verdict(summary(load(tmp_path / "run"))).holds is False
+
+
+def test_a_run_from_before_a_setting_is_no_side_of_its_lever(tmp_path: Path) -> None:
+    """It launched its prompts, which null does not."""
+    run = tmp_path / "run"
+    write_levers(run, {"no_prompt_graphs": 1.0, "no_overlap": 1.0})
+    before = {name: value for name, value in BASE.items() if "prompt" not in name}
+    write_cell(run, noisy(5, 6, between=0.004, within=0.01, seed=7), index=2, **before)
+    with pytest.raises(ExperimentError, match="it has no such pair"):
+        summary(load(run))
+
+
 def test_what_the_engine_takes_is_what_it_resolves_to() -> None:
+    from engine.config import EngineConfig
     from engine.resolve import ATTENTION, COMM, FUSED, LINEAR
 
     tables = {"attention": ATTENTION, "comm": COMM, "engine.fused": FUSED,
               "engine.linear": LINEAR}  # fmt: skip
     first = {name: table["cuda"][0] for name, table in tables.items()}
-    assert first | {"engine.overlap": True} == TAKEN
+    told = EngineConfig(model="")
+    untold = {n: getattr(told, n[7:]) for n in ("engine.overlap", "engine.graph_prompt_tokens")}
+    assert untold == {"engine.overlap": None, "engine.graph_prompt_tokens": None}
+    # overlap=None is true on a GPU.
+    assert first | untold | {"engine.overlap": True} == TAKEN
     for name, table in tables.items():
         assert set(table["cuda"]) == set(LEVERS[name])
 
@@ -177,7 +221,8 @@ def test_the_sweep_of_two_gpus_pulls_one_lever_a_point(monkeypatch: pytest.Monke
         values = {n: cfg["engine"][n[7:]] if n.startswith("engine.") else cfg[n] for n in LEVERS}
         assert cfg["enforce_eager"] is False
         pulled[cfg["tp"]].append({n: v for n, v in values.items() if v != TAKEN[n]})
-    first = [{}, {"engine.overlap": False}, {"attention": "flash2"}, {"attention": "triton"}]
+    first = [{}, {"engine.overlap": False}, {"engine.graph_prompt_tokens": 0},
+             {"attention": "flash2"}, {"attention": "triton"}]  # fmt: skip
     last = [{"engine.fused": "none"}, {"engine.fused": "layers"}, {"engine.linear": "torch"}]
     assert pulled[1] == [*first, {}, {}, *last]
     assert pulled[2] == [*first, {"comm": "nccl"}, {"comm": "symm_mem"}, *last]
