@@ -236,6 +236,43 @@ def test_own_kernels_are_a_gpus(installed: set[str], shape: ModelShape) -> None:
         fused("store", **on_cpu)
 
 
+def test_rows_of_graphs_with_prompts(installed: set[str], shape: ModelShape) -> None:
+    """This shape's own limit: 450 us at 400 TFLOP/s are 180e9 FLOPs, more than 4,096 rows of its
+    layers need; twice the width of published 8B reaches it at 512."""
+    gpu: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 8192}
+
+    def found(own: ModelShape = shape, **options: Any) -> int:
+        return resolve(EngineConfig(model="", **{**gpu, **options}), own).graph_prompt_tokens
+
+    assert found() == 4096
+    wide = replace(shape, hidden_size=4096, num_heads=32, num_kv_heads=8, intermediate_size=12288)
+    assert found(wide) == 512
+    assert found(max_num_batched_tokens=1000) == 1000
+    assert [found(graph_prompt_tokens=asked) for asked in (0, 1, 777, 8192)] == [0, 1, 777, 8192]
+    assert found(graph_prompt_tokens=9000) == 8192, "no step has more rows"
+    assert found(graph_prompt_tokens=777, attention="triton") == 777
+    assert found(graph_prompt_tokens=777, enforce_eager=True) == 0
+    on_cpu: dict[str, Any] = {"device": "cpu", "enforce_eager": True}
+    assert [found(**on_cpu, graph_prompt_tokens=asked) for asked in (None, 0, 777)] == [0, 0, 0]
+
+
+def test_prompts_that_no_graph_can_hold(installed: set[str], shape: ModelShape) -> None:
+    def found(asked: int | None) -> int:
+        config = EngineConfig(model="", attention="sdpa", graph_prompt_tokens=asked)
+        return resolve(config, shape).graph_prompt_tokens
+
+    assert found(None) == found(0) == 0
+    with pytest.raises(ConfigError) as refused:
+        found(512)
+    assert str(refused.value) == (
+        "graph_prompt_tokens=512: prompts by attention=sdpa wait for the host, which no graph can "
+        "hold; set 0 or attention=flash2|flash2_triton|flash4|triton"
+    )
+    for wrong in (-1, 0.5, "all"):
+        with pytest.raises(ConfigError, match=f"graph_prompt_tokens={wrong!r}: give an integer of"):
+            EngineConfig(model="", graph_prompt_tokens=wrong)  # type: ignore[arg-type]
+
+
 def test_products_of_a_gpu(installed: set[str], shape: ModelShape) -> None:
     def found(**options: Any) -> str:
         return resolve(EngineConfig(model="", dtype="bfloat16", **options), shape).linear
