@@ -62,10 +62,10 @@ class EventObserver(DeviceTimer):
         self._harvest()
         self._begun_ns.append(time.perf_counter_ns())
 
-    def _begin(self, bucket: int | None) -> None:
-        self._external = bucket is not None
+    def _begin(self, graph: int | None) -> None:
+        self._external = graph is not None
         self._pool = (
-            self._launched_pool if bucket is None else self._graph_pools.setdefault(bucket, [])
+            self._launched_pool if graph is None else self._graph_pools.setdefault(graph, [])
         )
         self._mark(BEGIN)
 
@@ -79,11 +79,11 @@ class EventObserver(DeviceTimer):
         row = len(self._read)
         if row == len(self._begun_ns):
             return
-        bucket = self._graph_of_row[row]
-        if bucket is None:
+        graph = self._graph_of_row[row]
+        if graph is None:
             pool, count = self._launched_pool, self._launched_count(row)
         else:
-            pool, count = self._graph_pools[bucket], len(self._captured[bucket])
+            pool, count = self._graph_pools[graph], len(self._captured[graph])
         pool[END].synchronize()
         times = np.zeros(SLOTS, np.int64)
         times[BEGIN] = begun = self._begun_ns[row]  # the host's clock places the step

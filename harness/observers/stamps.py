@@ -92,7 +92,7 @@ class StampObserver(DeviceTimer):
             self._drain()
         self._unread += 1
 
-    def _begin(self, bucket: int | None) -> None:
+    def _begin(self, graph: int | None) -> None:
         self._ring.begin()
 
     def _mark(self, slot: int) -> None:

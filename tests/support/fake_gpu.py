@@ -168,32 +168,40 @@ def info(step: int, bucket: int = 2, mode: str = "eager", phase: Phase = Phase.D
     return StepInfo(step, phase, batch=2, tokens=2, bucket=bucket, samples=2, mode=mode)
 
 
-def collectives(comm: Communicator, rows: int = 2, layers: int = 2) -> None:
-    """Those of a step of a model of width 8 and vocabulary 6."""
+def collectives(
+    comm: Communicator, rows: int = 2, layers: int = 2, samples: int | None = None
+) -> None:
+    """Those of a step of a model of width 8 and vocabulary 6; all rows sample unless it is said
+    how many do."""
+    sampled = rows if samples is None else samples
     comm.all_reduce(torch.zeros(rows, 8), Site.EMBED)
     for _ in range(layers):
         comm.all_reduce(torch.zeros(rows, 8), Site.ATTN_O_PROJ)
         comm.all_reduce(torch.zeros(rows, 8), Site.MLP_DOWN_PROJ)
-    comm.gather(torch.zeros(rows, 3), Site.LM_HEAD)
-    comm.broadcast(torch.zeros(rows, dtype=torch.int64), Site.TOKEN_IDS)
+    comm.gather(torch.zeros(sampled, 3), Site.LM_HEAD)
+    comm.broadcast(torch.zeros(sampled, dtype=torch.int64), Site.TOKEN_IDS)
 
 
 class FakeGraphs:
-    """Replays decode steps as engine.execution.graphs.DecodeGraphs does: observed graphs are
-    captured when their bucket is first used, in the middle of a step."""
+    """Replays steps as engine.execution.graphs.StepGraphs does: observed graphs are captured when
+    their shape is first used, in the middle of a step. One of steps with prompts serves prefill and
+    mixed ones, and samples one row."""
 
     def __init__(self, comm: GpuCommunicator) -> None:
         self._comm = comm
-        self._graphs: dict[int, list[Op]] = {}
+        self._graphs: dict[tuple[Phase, int], list[Op]] = {}
 
-    def step(self, number: int, bucket: int) -> None:
+    def step(self, number: int, bucket: int, phase: Phase = Phase.DECODE) -> None:
         comm = self._comm
-        step = info(number, bucket, "graph")
+        step = info(number, bucket, "graph", phase)
         comm.step_begin(step)
-        if bucket not in self._graphs:
-            with comm.gpu.capturing() as ops, comm.capturing(info(-1, bucket, "graph"), True):
-                collectives(comm, bucket)
-            self._graphs[bucket] = ops
-        for op in self._graphs[bucket]:
+        decodes = phase is Phase.DECODE
+        key = Phase.DECODE if decodes else Phase.PREFILL, bucket
+        if key not in self._graphs:
+            captured = info(-1, bucket, "graph", key[0])
+            with comm.gpu.capturing() as ops, comm.capturing(captured, True):
+                collectives(comm, bucket, samples=bucket if decodes else 1)
+            self._graphs[key] = ops
+        for op in self._graphs[key]:
             op()
         comm.step_end(step)

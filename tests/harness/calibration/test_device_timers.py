@@ -13,6 +13,7 @@ from engine.comm.types import Kind, ObserverContext, Phase, Site, StepInfo
 from harness import observers
 from harness.observers import Backlog, EventObserver, Stamp, StampObserver
 from harness.observers.device import MAX_COLLECTIVES
+from harness.observers.records import PHASES
 from tests.support.fake_gpu import FakeEvents, FakeGpu, FakeGraphs, FakeRing, GpuCommunicator, info
 from tests.support.gpu_steps import STEP, context, launched, pairs
 
@@ -39,17 +40,19 @@ def test_stamps_of_launched_steps() -> None:
     comm.close()
 
 
+def timer_of(name: str, gpu: FakeGpu) -> Any:
+    if name == "stamps":
+        return StampObserver(context(), ring=FakeRing(gpu, rows=4))
+    return EventObserver(context(), events=FakeEvents(gpu))
+
+
 @pytest.mark.parametrize("timer", ["stamps", "events"])
 def test_replays_have_a_row_each_and_the_step_of_the_capture_has_none(timer: str) -> None:
     """Two buckets alternating with a launched prefill, over a ring that fills several times; the
     speed of the collectives changes between replays."""
     gpu = FakeGpu()
     comm = GpuCommunicator(gpu)
-    observer: Any
-    if timer == "stamps":
-        observer = StampObserver(context(), ring=FakeRing(gpu, rows=4))
-    else:
-        observer = EventObserver(context(), events=FakeEvents(gpu))
+    observer = timer_of(timer, gpu)
     comm.attach([observer])
     graphs = FakeGraphs(comm)
     for number in range(12):
@@ -71,6 +74,41 @@ def test_replays_have_a_row_each_and_the_step_of_the_capture_has_none(timer: str
         )
     lasted = (record.steps["end_ns"] - record.steps["begin_ns"]).tolist()
     assert lasted == [39_100 if n % 3 == 2 else 39_000 for n in kept]
+    comm.close()
+
+
+@pytest.mark.parametrize("timer", ["stamps", "events"])
+def test_graphs_of_as_many_rows_with_and_without_prompts_are_two(timer: str) -> None:
+    """All of 4 rows. Decode: 4 of them sample, a sum takes 5 us; prompts: 1 samples, a sum takes
+    9 us, in prefill and mixed steps alike, which replay one graph. The second decode step is where
+    a graph that the prompts' had overwritten would show first."""
+    gpu = FakeGpu()
+    comm = GpuCommunicator(gpu)
+    observer = timer_of(timer, gpu)
+    comm.attach([observer])
+    graphs = FakeGraphs(comm)
+    turns = [Phase.DECODE, Phase.PREFILL, Phase.DECODE, Phase.MIXED]
+    for number in range(12):
+        phase = turns[number % 4]
+        comm.all_reduce_ns = 5000 if phase is Phase.DECODE else 9000  # heard by a capture alone
+        graphs.step(number, 4, phase)
+    record = observer.result()
+    assert record.steps["step"].tolist() == list(range(2, 12))  # 0 and 1 captured
+    phases = [PHASES.index(turns[number % 4]) for number in range(2, 12)]
+    assert record.steps["phase"].tolist() == phases
+    assert set(record.steps["bucket"]) == {4}
+    for number in range(2, 12):
+        rows = record.collectives[record.collectives["step"] == number]
+        rows = np.sort(rows, order="ordinal")
+        decodes = turns[number % 4] is Phase.DECODE
+        assert (rows["after_ns"] - rows["before_ns"]).tolist() == (
+            [5000] * 5 + [7000] * 2 if decodes else [9000] * 5 + [7000] * 2
+        )
+        # float32 of a width of 8, of half a vocabulary of 6 for each of two ranks, int64 ids.
+        sampled = 4 if decodes else 1
+        assert rows["bytes"].tolist() == [128] * 5 + [sampled * 2 * 3 * 4, sampled * 8]
+    lasted = (record.steps["end_ns"] - record.steps["begin_ns"]).tolist()
+    assert lasted == [39_000 if p == PHASES.index(Phase.DECODE) else 59_000 for p in phases]
     comm.close()
 
 

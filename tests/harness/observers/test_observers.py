@@ -119,7 +119,11 @@ def test_nvtx_builds_each_range_once() -> None:
     [
         (Phase.PREFILL, "eager", "step/prefill"),
         (Phase.MIXED, "compiled-model", "step/mixed"),
+        (Phase.DECODE, "eager", "step/decode"),
         (Phase.DECODE, "graph", "step/replay"),
+        (Phase.DECODE, "graph+compiled-model", "step/replay"),
+        (Phase.PREFILL, "graph", "step/replay-prefill"),
+        (Phase.MIXED, "graph+compiled-model", "step/replay-mixed"),
     ],
 )
 def test_nvtx_step_ranges(phase: Phase, mode: str, message: str) -> None:
