@@ -14,9 +14,10 @@ from harness.measuring.attribution import join as join_ranks
 from harness.measuring.pass_plan import NSYS
 from harness.measuring.profile import kind_of
 from harness.nsys.known import FromExport, Known, Sent, agree
-from harness.nsys.place import REPLAY, JoinError, RankView, place
+from harness.nsys.place import JoinError, RankView, place
 from harness.observers.kernels import COMMUNICATION
-from harness.observers.records import COLLECTIVE_DTYPE, Names, RankRecord
+from harness.observers.nvtx import REPLAY
+from harness.observers.records import COLLECTIVE_DTYPE, DECODE, Names, RankRecord
 
 if TYPE_CHECKING:
     from harness.nsys.reader import Export
@@ -64,12 +65,12 @@ def join(export: Export, known: Known | None = None) -> Profile:
     ranks = [_Rank(view, known, cut) for view in views]
     unknown = np.any([rank.unknown for rank in ranks], axis=0)
     if unknown.any():
-        rows = sorted(
-            {int(rank.steps["bucket"][i]) for rank in ranks for i in unknown.nonzero()[0]}
-        )
+        of_steps = np.concatenate([rank.steps[unknown] for rank in ranks])
+        graphs = sorted({(int(s["bucket"]), bool(s["phase"] != DECODE)) for s in of_steps})
         notes.append(
             f"{unknown.sum()} replays left out: no other pass of the run replayed a graph of "
-            f"{', '.join(map(str, rows))} rows, which would say what it holds"
+            f"{', '.join(f'{n} rows' + ' with prompts' * p for n, p in graphs)}, which would say "
+            "what it holds"
         )
     if len(views) > 1 and not any(rank.calls for rank in ranks):
         raise JoinError(

@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.comm.types import Kind, Site
 from harness.measuring.pass_plan import NSYS
-from harness.nsys.place import REPLAY, JoinError, RankView
-from harness.observers.nvtx import range_name
+from harness.nsys.place import JoinError, RankView
+from harness.observers.nvtx import REPLAY, range_name
 from harness.observers.records import DECODE, PHASE_CODES, PHASES, STEP_DTYPE
 
 if TYPE_CHECKING:
@@ -78,10 +78,17 @@ class FromExport:
                 return sent
         if not kinds and not any(self._launched):
             return []
+        name = range_name(PHASES[step["phase"]], True)
+        found = f"step {step['step']} (step/{name}): {len(kinds)} communication kernels"
+        if not self._launched:
+            raise JoinError(
+                f"{found}, and no step of this export was launched, which would say what they are; "
+                "read it in the folder of its run, or profile with engine.graph_prompt_tokens=0"
+            )
         lengths = sorted({len(sent) for sent in self._launched})
         raise JoinError(
-            f"step {step['step']} (step/{REPLAY}): {len(kinds)} communication kernels; no launched "
-            f"step of this export has the same kinds in the same order (they have {lengths or 0})"
+            f"{found}; no launched step of this export has the same kinds in the same order (they "
+            f"have {lengths})"
         )
 
     def names(self, kind: int, site: int) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from engine.comm.types import Kind, Site
 from harness.nsys.join import Profile
-from harness.nsys.place import REPLAY
+from harness.nsys.place import RankView
 from harness.nsys.results import idle_us, ranges
+from harness.observers.nvtx import REPLAY
+from harness.observers.records import DECODE
 from harness.tables.console import print_line, print_table
 
 if TYPE_CHECKING:
@@ -56,17 +59,19 @@ def head(profile: Profile) -> list[str]:
 def collectives(profile: Profile) -> Section:
     """Kernel times by site, with all sites of a size together, split into transfer and waiting."""
     joined, rows = profile.joined, profile.joined.rows
-    replayed = joined.replayed[joined.step_index]
+    names = _how(profile.views[0])[~profile.left_out][joined.step_index]
+    graphs = _graphs(profile)[joined.step_index]
     batch = joined.steps["batch"][joined.step_index]
-    alike: dict[tuple[bool, int, int, int], dict[int, list[int]]] = {}
+    alike: dict[tuple[str, int, int, int, int], dict[int, list[int]]] = {}
     for place, row in enumerate(rows):
-        size = int(row["bytes"])  # replays of one batch have one size, also where it is not known
-        key = bool(replayed[place]), int(row["kind"]), size, int(batch[place]) if size < 0 else 0
+        size = int(row["bytes"])
+        # Replays of one graph have one size, also where it is not known.
+        same = (0, 0) if size >= 0 else (int(batch[place]), int(graphs[place]))
+        key = str(names[place]), int(row["kind"]), size, *same
         alike.setdefault(key, {}).setdefault(int(row["site"]), []).append(place)
     groups = []
     often = sorted(alike, key=lambda key: -sum(map(len, alike[key].values())))[:TOP]
-    for (replay, kind, size, sequences), of_site in sorted((key, alike[key]) for key in often):
-        how = REPLAY if replay else "launched"
+    for (how, kind, size, sequences, _), of_site in sorted((key, alike[key]) for key in often):
         known = f"{size:,}" if size >= 0 else f"(batch {sequences})" if sequences else "-"
         groups += [(how, kind, Site(site).label, known, of_site[site]) for site in sorted(of_site)]
         if len(of_site) > 1:
@@ -93,6 +98,22 @@ def collectives(profile: Profile) -> Section:
     headings = ["", "kind", "site", "bytes", "n", "kernel us\nby rank", "transfer\nus",
                 "wait us\nby rank", "longest wait\nby rank"]  # fmt: skip
     return said, headings, table
+
+
+def _how(view: RankView) -> np.ndarray:
+    """[S] of the view's steps: launched, or what a replay's range is called."""
+    what = view.steps["what"]
+    return what.where(what.str.startswith(REPLAY), "launched").to_numpy(object)
+
+
+def _graphs(profile: Profile) -> np.ndarray:
+    """[S] of the joined steps: the lowest node of rank 0's communication kernels, which tells the
+    graphs of prompts apart; 0 where steps decode, whose batch tells, or were launched."""
+    view = profile.views[0]
+    own = view.kernels[view.kernels["communication"] & (view.kernels["step"] >= 0)]
+    nodes = own.groupby("step")["graph_node"].min().reindex(range(len(view.steps))).fillna(0)
+    nodes = nodes.to_numpy(np.int64)[~profile.left_out]
+    return np.where(profile.joined.steps["phase"] == DECODE, 0, nodes)
 
 
 def stamps(figures: FigureRows) -> Section:
@@ -149,14 +170,14 @@ def _comm(profile: Profile) -> Iterator[np.ndarray]:
 
 
 def kernels(profile: Profile) -> Section:
-    """Kernels by name: calls and time per step, launched and replayed steps apart."""
+    """Kernels by name: calls and time per step, launched steps and each kind of replays apart."""
     sums: dict[tuple[str, str], np.ndarray] = {}
-    world, totals = len(profile.views), {"launched": 0, REPLAY: 0}
+    world, totals = len(profile.views), Counter[str]()
     for view in profile.views:
-        replayed = view.steps["what"].str.startswith(REPLAY).to_numpy()
-        totals = {"launched": int((~replayed).sum()), REPLAY: int(replayed.sum())}
+        of_step = _how(view)
+        totals = Counter(of_step.tolist())
         inside = view.kernels[view.kernels["step"] >= 0]
-        how = np.where(replayed[inside["step"]], REPLAY, "launched")
+        how = of_step[inside["step"]]
         us = (inside["end_ns"] - inside["start_ns"]).to_numpy(np.float64) / 1e3
         for name, mode, time in zip(inside["name"].astype(str), how, us, strict=True):
             total = sums.setdefault((mode, name), np.zeros((2, world)))

@@ -25,7 +25,7 @@ pass         string! - nsys
 pid          int!    - process
 domain       string  - NVTX domain: engine, NCCL, ...
 category     string  - NVTX category, in `engine` step or the kind of the collective
-message      string  - text, in `engine` step/prefill|decode|mixed|replay or kind/site
+message      string  - in `engine` step/prefill|decode|mixed|replay[-prefill|-mixed] or kind/site
 payload      float   - in `engine` sequences of a step, bytes of a collective
 step         int     - within whose range it began; null: outside of all steps
 begin_us     float!  us as in `kernels`

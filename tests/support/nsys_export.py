@@ -132,17 +132,22 @@ def session(
     `gemm` of 1000 ns that begins 2000 ns before it.
 
     Args:
-        steps: (prefill, decode, mixed or replay; batch; collectives). Those of a replay are nodes
-            of a graph: no ranges, one launch.
+        steps: (prefill, decode, mixed, replay, replay-prefill or replay-mixed; batch; collectives).
+            Those of a replay are nodes of a graph: no ranges, one launch. Replays that decode share
+            a graph where their collectives are the same, and so do the others.
         kernel_ns: (step, ordinal, rank) -> time of the collective's kernel.
     """
+    graphs: dict[tuple[bool, tuple[Call, ...]], int] = {}
     for rank, pid in enumerate(pids):
         export.process(pid)
         for number, (what, batch, calls) in enumerate(steps):
             begin = number * step_ns + 100 * rank
             end = begin + 50 + 100 * len(calls)  # of the host, which the device follows later
             export.range(f"step/{what}", pid, begin, end, batch)
-            graph = export.launch(pid, begin + 10, "cudaGraphLaunch") if what == "replay" else None
+            graph = None
+            if what.startswith("replay"):
+                graph = export.launch(pid, begin + 10, "cudaGraphLaunch")
+                own = graphs.setdefault((what == "replay", tuple(calls)), len(graphs))
             for ordinal, (kind, site, size) in enumerate(calls):
                 at = begin + 20 + 100 * ordinal
                 gemm = call = graph or 0
@@ -150,7 +155,7 @@ def session(
                     gemm = export.launch(pid, at)
                     export.range(f"{kind}/{site}", pid, at + 10, at + 60, size)
                     call = export.launch(pid, at + 30)
-                node = None if graph is None else (1 << 33) + 2 * ordinal
+                node = None if graph is None else (1 + own << 33) + 2 * ordinal
                 runs = number * step_ns + 200_000 + 20_000 * ordinal
                 export.kernel("gemm", pid, rank, runs - 2000, runs - 1000, gemm,
                               node and node + 1)  # fmt: skip
