@@ -151,7 +151,14 @@ def _triton(cfg: dict[str, Any], machine: Machine) -> str | None:
 
 
 def _graphs(cfg: dict[str, Any], machine: Machine) -> str | None:
-    return None if cfg["enforce_eager"] else _no_gpu("CUDA graphs need", cfg, machine)
+    from engine.resolve import CAPTURED_PROMPTS
+
+    if cfg["enforce_eager"]:
+        return None
+    rows, attention = cfg.get("engine", {}).get("graph_prompt_tokens"), cfg["attention"]
+    if rows and cfg["device"] == "cuda" and attention not in ("auto", *CAPTURED_PROMPTS):
+        return f"engine.graph_prompt_tokens={rows}: no graph can hold prompts by {attention}"
+    return _no_gpu("CUDA graphs need", cfg, machine)
 
 
 def _compile(cfg: dict[str, Any], machine: Machine) -> str | None:

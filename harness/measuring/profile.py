@@ -29,7 +29,8 @@ def join_profiles(profiles: Sequence[ProfileRecord], pattern: Joined) -> Joined:
     """Kernel times as a joined pass of their own (latency_us is the kernel's time).
 
     On one stream the n-th communication kernel of a step is its n-th collective. Steps with their
-    collectives are taken from `pattern`, a pass of the same point, by bucket and number of samples.
+    collectives are taken from `pattern`, a pass of the same point, by phase, bucket and number of
+    samples.
     The first profiled step is left out: there ranks wait for each other's profilers.
 
     Raises:
@@ -44,8 +45,8 @@ def _record(profile: ProfileRecord, pattern: Joined) -> RankRecord:
     names = pattern.records[0]
     steps = []
     for step in profile.steps:
-        same = (pattern.steps["bucket"] == step["bucket"]) & (
-            pattern.steps["samples"] == step["samples"]
+        same = np.logical_and.reduce(
+            [pattern.steps[name] == step[name] for name in ("phase", "bucket", "samples")]
         )
         if not same.any():
             raise ProfileError(f"step {step['step']}: no other pass has one of its size")

@@ -20,6 +20,10 @@ def differences(cfg: Mapping[str, Any], effective: Mapping[str, Any]) -> list[st
     peer = PEERS.get(cfg["backend"])
     taken = cfg["engine"] if peer is None else peer.takes
     asked |= {name: cfg["engine"][name] for name in taken}
+    # What the engine takes of it: nothing where it captures nothing, and no more than a step has.
+    if (rows := asked.get("graph_prompt_tokens")) is not None:
+        most = 0 if cfg["enforce_eager"] else effective.get("max_num_batched_tokens", rows)
+        asked["graph_prompt_tokens"] = min(rows, most)
     asked["load_format"] = cfg["model"]["load_format"]
     if cfg["tp"] == 1:
         del asked["comm"]

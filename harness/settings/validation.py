@@ -105,7 +105,7 @@ def _ranges(cfg: dict[str, Any]) -> None:
             "engine.max_model_len", "engine.max_num_seqs", "engine.max_num_batched_tokens",
             "engine.num_pages", "engine.threads_per_rank", "measure.min_repeats",
             "measure.n_process", "measure.backlog_layers", "measure.warmup"),
-        0: ("workload.temperature", "workload.seed", "engine.seed"),
+        0: ("workload.temperature", "workload.seed", "engine.seed", "engine.graph_prompt_tokens"),
     }  # fmt: skip
     for limit, names in at_least.items():
         for name in names:

@@ -11,7 +11,7 @@ from harness.machine.capabilities import Machine, importable, skip_reason
 from harness.planning.plan import resolve
 from harness.settings.config import CHOICES
 from harness.settings.effective import differences
-from tests.support.fake_backend import make_cfg
+from tests.support.fake_backend import FakeBackend, make_cfg
 from tests.support.plans import CPU, SHAPE, config, plan, sweep
 
 GPU = Machine(gpus=1, cores=2, cxx=None, packages={})
@@ -168,6 +168,26 @@ def test_only_what_a_peer_takes_is_compared_with_what_runs() -> None:
     ]
     native = differences({**cfg, "backend": "native"}, runs)
     assert native == ["memory_utilization: asked for 0.9, the engine runs nothing"]
+
+
+@pytest.mark.parametrize(
+    ("eager", "asked", "runs", "wrong"),
+    [
+        (False, 512, 512, []),
+        (False, None, 1024, []),
+        (False, 8192, 4096, []),  # a step has no more rows
+        (False, 512, 0, ["graph_prompt_tokens: asked for 512, the engine runs 0"]),
+        (False, 0, 512, ["graph_prompt_tokens: asked for 0, the engine runs 512"]),
+        (True, 512, 0, []),  # as in a sweep with and without graphs
+    ],
+)
+def test_rows_of_graphs_with_prompts_are_compared_as_far_as_there_can_be(
+    eager: bool, asked: int | None, runs: int, wrong: list[str]
+) -> None:
+    cfg = make_cfg(enforce_eager=eager, engine__graph_prompt_tokens=asked)
+    effective = FakeBackend(cfg).effective | {"enforce_eager": eager}
+    effective |= {"max_num_batched_tokens": 4096, "graph_prompt_tokens": runs}
+    assert differences(cfg, effective) == wrong
 
 
 def test_modules_are_found_without_importing_them() -> None:

@@ -252,6 +252,7 @@ WRONG_VALUES = [
     ({"workload__kind": "chat"}, "workload.kind=chat: choose one of decode, prefill"),
     ({"workload__output_tokens": 0}, "workload.output_tokens=0: give at least 1"),
     ({"workload__temperature": -0.1}, "workload.temperature=-0.1: give at least 0"),
+    ({"engine__graph_prompt_tokens": -1}, "engine.graph_prompt_tokens=-1: give at least 0"),
     ({"workload__temperature": float("nan")}, "workload.temperature=nan: give a finite number"),
     ({"workload__temperature": float("inf")}, "workload.temperature=inf: give a finite number"),
     ({"measure__rel_noise": float("inf")}, "measure.rel_noise=inf: give a finite number"),
