@@ -50,7 +50,8 @@ def write_levers(run: Path, speeds: dict[str, float], first: int = 0, **changes:
 SPEEDS = {"base": 1.0, "no_overlap": 0.8, "no_prompt_graphs": 0.25, "flash2": 0.8,
           "triton": 1.1, "nccl": 1.0, "unfused": 0.5, "layers": 0.9, "cublas": 0.625}  # fmt: skip
 GAINS = [("engine.overlap", "false", "true", 1.25),
-         ("engine.graph_prompt_tokens", "0", "null", 4.0), ("attention", "flash2", "flash2_triton", 1.25),
+         ("engine.graph_prompt_tokens", "0", "null", 4.0),
+         ("attention", "flash2", "flash2_triton", 1.25),
          ("attention", "triton", "flash2_triton", 1 / 1.1),
          ("attention", "flash2", "triton", 1.375),
          ("comm", "nccl", "symm_fused", 1.0), ("engine.fused", "none", "store", 2.0),
