@@ -1,4 +1,4 @@
-"""What each lever gains: overlap, graphs of prompts, attention, sums, fused kernels, products."""
+"""What each lever gains: overlap, prompt graphs, attention, sums, fused kernels, products."""
 
 from __future__ import annotations
 
