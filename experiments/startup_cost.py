@@ -48,7 +48,7 @@ COLUMNS = {
     "compile_s": Column("tracing and compiling, or reading the cache", ".2f"),
     "capture_s": Column("CUDA graphs", ".2f"),
     "warmup_s": Column("first steps; those of compiled code are in compile_s", ".2f"),
-    "buckets": Column("batch sizes that have a graph"),
+    "buckets": Column("graphs: batch sizes, and rows of steps with prompts, that have one"),
     "graphs_GB": Column("device memory that capturing them took", ".2f"),
     "output_tok_s": Column("median over engines, once it is ready", ".4g"),
     "gain": Column("output_tok_s against eager, not compiled", ".3f"),

@@ -102,8 +102,8 @@ def _skew(cfg: Mapping[str, Any], mode: str, on_gpu: bool) -> TimedPass:
 
 
 def _on_gpu(cfg: Mapping[str, Any], mode: str, solo: bool, wanted: list[str]) -> list[TimedPass]:
-    """The clean step, then collectives: in the graph of decode steps, or behind a backlog and, for
-    what the user waits for, without. One rank has no collectives; its step pass shows that."""
+    """The clean step, then collectives: in the graphs of steps, or behind a backlog and, for what
+    the user waits for, without. One rank has no collectives; its step pass shows that."""
     step = TimedPass(STEP, {"collectives": observers.Stamp(collectives=solo)}, warm=True)
     if solo:
         return [step]

@@ -142,7 +142,8 @@ class BenchConfig:
     backend: str = "native"  # the engine measured: this repository's, or one of others
     tp: int = 1  # ranks of the tensor-parallel group
     batch: int = 1  # requests at once
-    enforce_eager: bool = True  # false: decode steps replay CUDA graphs
+    enforce_eager: bool = True  # false: steps replay CUDA graphs, those with prompts up to
+    # engine.graph_prompt_tokens rows
     compile: str = "off"  # layer: each decoder layer a region; model: embedding to final norm one
     attention: str = "auto"  # auto: the fastest that runs here
     comm: str = "auto"  # symm_mem: all-reduces over memory that the GPUs share; symm_fused: a sum,

@@ -45,7 +45,7 @@ busbw_GBps        GB/s algbw x 2(n-1)/n all_reduce, (n-1)/n gather, 1 broadcast
 comm_share        1    sum of latency_us / time of as many clean steps (GPU: of the step pass)
 transfer_share    1    sum of transfer_us / the same time
 wait_share        1    sum of wait_us / the same time
-span_us           us   one collective of an eager step without a backlog, launch gaps included
+span_us           us   one collective of a launched step without a backlog, launch gaps included
 kernel_us         us   one collective's kernel as CUPTI timed it, waiting included
 stamp_vs_cupti_us us   median latency_us - median kernel_us of a site, by rank and of the minimum
 starved_steps     1    steps left out because the host was not ahead of the GPU
