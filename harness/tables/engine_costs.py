@@ -80,12 +80,21 @@ def _get(series: pd.Series, point_id: str, name: str) -> float | None:
     return None if value is None or pd.isna(value) else float(value)
 
 
+def as_asked(value: Any) -> str:
+    """A setting out of a frame, which may hold null as NaN, as a command line has it."""
+    import pandas as pd
+
+    from harness.settings.config import as_written
+
+    if pd.isna(value):
+        return "null"
+    return as_written(value.item() if hasattr(value, "item") else value)
+
+
 def view(frame: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]]]:
     """(headings, rows of text) of the engines of a summary, one row each: points of one engine have
     the same start-up, and the highest of their peaks. `axes`: columns that tell engines apart."""
     import pandas as pd
-
-    from harness.settings.config import as_written
 
     started = frame[frame["start_total_s"].notna()]
     if started.empty:
@@ -101,7 +110,7 @@ def view(frame: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str
     rows = []
     for _, engine in engines.iterrows():
         cache = engine["compile_cache"]
-        cells = [as_written(engine[axis]) for axis in axes] + ["-" if pd.isna(cache) else cache]
+        cells = [as_asked(engine[axis]) for axis in axes] + ["-" if pd.isna(cache) else cache]
         for _, column, factor, spec in _PRINTED:
             value = engine[column]
             cells.append("-" if pd.isna(value) else format(float(value) * factor, spec))

@@ -11,9 +11,10 @@ from harness.machine.telemetry import BUSY
 from harness.measuring.flags import FLAG, of_scaling
 from harness.measuring.gpu_state import SHARED, THROTTLED
 from harness.settings import naming
-from harness.settings.config import ENGINE_AXES, as_written
+from harness.settings.config import ENGINE_AXES
 from harness.store import Results, StoreError, opened
 from harness.tables import engine_costs
+from harness.tables.engine_costs import as_asked
 from harness.tables.marker import worst_status
 from harness.tables.scaling import ARRIVALS, scaling_efficiency
 
@@ -100,8 +101,10 @@ def summary(run: str | Path | Results, also: Sequence[str] = ()) -> pd.DataFrame
         flag = of_scaling(int(row["tp"]), efficiency)
         row["notes"] = "; ".join(filter(None, (row["notes"], flag))) or None
     figures = [*FIGURE_OF, "spread", "scaling_efficiency", "phase", "scaling_reason"]
-    names = ["index", "point_id", "status", *AXES, *_further(rows, also), "n_process", "repeats"]
-    return pd.DataFrame(rows, columns=[*names, *figures, *engine_costs.COLUMNS, "notes", "reason"])
+    more = _further(rows, also)
+    names = ["index", "point_id", "status", *AXES, *more, "n_process", "repeats"]
+    columns = [*names, *figures, *engine_costs.COLUMNS, "notes", "reason"]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(_whole(rows, more), "Int64"))
 
 
 def settings(requested: str) -> dict[str, Any]:
@@ -115,6 +118,12 @@ def _further(rows: list[dict[str, Any]], also: Sequence[str]) -> list[str]:
     names = {*naming.varying(asked), *naming.changed(asked), *also}
     known = dict.fromkeys([*(name for one in asked for name in one), *also])
     return [name for name in known if name in names and name not in AXES]
+
+
+def _whole(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Those of the settings that are integers or null: pandas alone would make floats of both."""
+    kinds = {name: {type(row["settings"].get(name)) for row in rows} for name in names}
+    return [name for name, found in kinds.items() if int in found <= {int, type(None)}]
 
 
 def _figures(metrics: pd.DataFrame | None) -> dict[str, Any]:
@@ -161,7 +170,8 @@ _EXTRA: tuple[tuple[str, str, float, str], ...] = (
 
 def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     """(headings, rows of text, what is equal in all rows): the axes and settings that vary and the
-    printed figures; `-` is a missing figure."""
+    printed figures; `-` is a missing figure, and a
+    setting that is null reads so."""
     import pandas as pd
 
     varying, named = _varying(frame), [*AXES, *further(frame)]
@@ -175,12 +185,12 @@ def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     headings = ["status", *axes, *(p[0] for p in printed), "reason"]
     rows = []
     for _, point in frame.iterrows():
-        cells = [str(point["status"]), *(_text(point[a]) for a in varying)]
+        cells = [str(point["status"]), *(as_asked(point[a]) for a in varying)]
         for _, column, factor, spec in printed:
             value = point[column]
             cells.append("-" if pd.isna(value) else format(float(value) * factor, spec))
         rows.append([*cells, _remark(point)])
-    return headings, rows, ", ".join(f"{a}={_text(frame[a].iloc[0])}" for a in same)
+    return headings, rows, ", ".join(f"{a}={as_asked(frame[a].iloc[0])}" for a in same)
 
 
 def further(frame: pd.DataFrame) -> list[str]:
@@ -241,14 +251,6 @@ def _remark(point: pd.Series) -> str:
         if len(busy) > 1:
             said.append(f"so were {len(busy) - 1} more of its engines")
     return "; ".join(said)
-
-
-def _text(value: Any) -> str:
-    import pandas as pd
-
-    if pd.isna(value):
-        return "-"
-    return as_written(value.item() if hasattr(value, "item") else value)
 
 
 def markdown(run: str | Path | Results) -> str:

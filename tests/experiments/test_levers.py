@@ -17,6 +17,8 @@ from harness.__main__ import conf_folder
 from harness.settings.config import register
 from harness.settings.launcher import compose
 from harness.store import load
+from harness.tables import export
+from harness.tables import report as of_points
 from tests.support.made_runs import noisy, write_cell
 
 BASE: dict[str, Any] = {
@@ -164,6 +166,23 @@ def test_a_run_from_before_a_setting_is_no_side_of_its_lever(tmp_path: Path) -> 
     write_cell(run, noisy(5, 6, between=0.004, within=0.01, seed=7), index=2, **before)
     with pytest.raises(ExperimentError, match="it has no such pair"):
         summary(load(run))
+
+
+def test_a_sweep_of_null_and_integers_prints_them(tmp_path: Path) -> None:
+    """In the table of points, in that of engines, and in what is exported."""
+    run, name = tmp_path / "run", "engine.graph_prompt_tokens"
+    for place, most in enumerate((None, 0, 512)):
+        write_levers(run, {"base": 1.0}, first=place, engine__graph_prompt_tokens=most)
+    write_levers(run, {"base": 1.0}, first=3, page_size=None)
+    frame = of_points.summary(load(run)).assign(start_total_s=1.0)
+    for headings, rows, *_ in (of_points.view(frame), of_points.engines(frame)):
+        places = [headings.index(n) for n in (name, "page_size")]
+        assert [[row[place] for place in places] for row in rows] == [
+            ["null", "16"], ["0", "16"], ["512", "16"], ["null", "null"],
+        ]  # fmt: skip
+    assert [row[name] for row in export.rows(run)] == [None, 0, 512, None]
+    lines = [line.split(",") for line in export.csv(run).splitlines()]
+    assert [line[lines[0].index(name)] for line in lines[1:]] == ["", "0", "512", ""]
 
 
 def test_what_the_engine_takes_is_what_it_resolves_to() -> None:
