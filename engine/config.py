@@ -38,7 +38,7 @@ class EngineConfig:
         enforce_eager: True: no CUDA graphs.
         graph_prompt_tokens: rows of the largest step with prompts that replays a CUDA graph; 0:
             none does; None: as many as a GPU computes while the host launches them
-            (execution/graph_shapes.py), none where the attention's prompts cannot be captured.
+            (graph_shapes.py), none where the attention's prompts cannot be captured.
         compile: off | layer (each decoder layer one region) | model (embedding to final norm one
             full graph).
         fused: own kernels of steps on a GPU that torch does not compile. none: torch's operators;

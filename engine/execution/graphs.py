@@ -19,7 +19,7 @@ import torch
 
 from engine.comm.base import Communicator
 from engine.comm.types import Phase, StepInfo
-from engine.execution.graph_shapes import GraphShape, decode_shapes, prompt_shapes, shape_of
+from engine.graph_shapes import GraphShape, decode_shapes, prompt_shapes, shape_of
 from engine.inputs.batch import ForwardBatch
 from engine.inputs.buffers import BatchBuffers, SamplingRows
 from engine.scheduling.step import StepPlan

@@ -26,8 +26,8 @@ from engine.comm.fused import MAX_ROWS
 from engine.comm.solo import SoloCommunicator
 from engine.comm.types import Site
 from engine.config import ResolvedConfig
-from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.warmup import warmup_steps
+from engine.graph_shapes import bucket_sizes
 from engine.inputs.batch import ForwardBatch
 from engine.inputs.buffers import BatchBuffers, SamplingRows
 from engine.kernels import Kernels

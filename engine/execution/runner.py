@@ -18,7 +18,6 @@ from engine.comm.base import Communicator
 from engine.comm.types import StepInfo
 from engine.config import ResolvedConfig
 from engine.execution import forward
-from engine.execution.graph_shapes import GraphShape
 from engine.execution.graphs import Capture, StepGraphs
 from engine.execution.launched import Launched
 from engine.execution.memory import readings
@@ -26,6 +25,7 @@ from engine.execution.prebuild import prebuilding
 from engine.execution.sizing import pages_that_fit
 from engine.execution.steplog import StepLog
 from engine.execution.warmup import warmup_steps
+from engine.graph_shapes import GraphShape
 from engine.inputs.batch import ForwardBatch
 from engine.inputs.buffers import BatchBuffers, SamplingRows
 from engine.inputs.readback import Readback

@@ -6,7 +6,7 @@ import torch
 
 from engine.config import ResolvedConfig
 from engine.errors import ConfigError
-from engine.execution.graph_shapes import bucket_sizes, prompt_shapes
+from engine.graph_shapes import bucket_sizes, prompt_shapes
 from engine.inputs.buffers import BatchBuffers
 from engine.kv_cache import KVCache
 from engine.models.qwen import Qwen3ForCausalLM

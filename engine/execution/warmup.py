@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.config import ResolvedConfig
-from engine.execution.graph_shapes import bucket_sizes
+from engine.graph_shapes import bucket_sizes
 from engine.inputs.batch import ForwardBatch
 from engine.inputs.buffers import BatchBuffers, SamplingRows
 from engine.kernels.linear import ROWS_BUILT

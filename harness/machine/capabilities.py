@@ -24,14 +24,14 @@ HEAD_DIM, DTYPE = 128, "bfloat16"
 
 def engine_flash2(page_size: int | None, head_dim: int, dtype: str) -> str | None:
     """What the engine itself finds."""
-    from engine.resolve import flash2_obstacle
+    from engine.attention.obstacles import flash2_obstacle
 
     return flash2_obstacle(page_size, head_dim, dtype)
 
 
 def engine_flash4(page_size: int | None, head_dim: int, dtype: str) -> str | None:
     """What the engine itself finds, of the first GPU."""
-    from engine.resolve import flash4_obstacle
+    from engine.attention.obstacles import flash4_obstacle
     from harness.machine.hardware import gpus
 
     major, _, minor = gpus()[0]["capability"].partition(".") if gpus() else ("", "", "")
@@ -172,7 +172,8 @@ def _compile(cfg: dict[str, Any], machine: Machine) -> str | None:
 
 
 def _attention(cfg: dict[str, Any], machine: Machine, shape: ModelShape | None) -> str | None:
-    from engine.resolve import ATTENTION, triton_obstacle
+    from engine.attention.obstacles import triton_obstacle
+    from engine.resolve import ATTENTION
 
     reason = _not_in_engine("attention", cfg, machine, ATTENTION)
     flash2, flash4 = machine.flash2, machine.flash4

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine import resolve as resolve_module
+from engine.attention import obstacles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.resolve import resolve
@@ -178,7 +179,7 @@ def test_symmetric_memory_is_for_gpus_that_reach_each_other(
 def capability(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> list[int]:
     """That of the GPU; flash-attn-4 is installed where the set says so."""
     found = [9, 0]
-    monkeypatch.setattr(resolve_module, "_installed", lambda name: name in installed)
+    monkeypatch.setattr(obstacles, "_installed", lambda name: name in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: tuple(found))
     installed.add("flash-attn-4")
     return found

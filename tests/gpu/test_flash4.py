@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.attention.flash4 import PAGE_MULTIPLE
-from engine.resolve import flash4_obstacle
+from engine.attention.obstacles import flash4_obstacle
 from tests.support.attention import build_case
 from tests.support.numerics import FACTOR, PROMPT, relative, token_ids
 from tests.support.probe import Probe

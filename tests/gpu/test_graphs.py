@@ -11,9 +11,9 @@ import torch
 
 from engine import LLM, FinishReason, SamplingParams
 from engine.comm.types import Phase
-from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.launched import Launched
 from engine.execution.runner import Runner
+from engine.graph_shapes import bucket_sizes
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference

@@ -11,12 +11,12 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.attention.flash4 import PAGE_MULTIPLE
+from engine.attention.obstacles import flash4_obstacle
 from engine.comm.types import Phase
-from engine.execution.graph_shapes import GraphShape, prompt_shapes, shape_of
 from engine.execution.launched import Launched
 from engine.execution.runner import Runner
 from engine.execution.steplog import PHASES
-from engine.resolve import flash4_obstacle
+from engine.graph_shapes import GraphShape, prompt_shapes, shape_of
 from tests.gpu.conftest import HEADS
 from tests.support.checkpoints import Checkpoints
 from tests.support.greedy import greedy_reference

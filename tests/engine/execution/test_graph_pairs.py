@@ -12,7 +12,7 @@ from engine import SamplingParams
 from engine.comm import Collective, CollectiveObserver, Communicator
 from engine.comm.types import StepInfo
 from engine.execution import graphs
-from engine.execution.graph_shapes import bucket_sizes
+from engine.graph_shapes import bucket_sizes
 from engine.requests.request import Request
 from tests.support.checkpoints import Checkpoints
 from tests.support.engines import small_engine

@@ -11,7 +11,7 @@ import pytest
 from engine import FinishReason, SamplingParams
 from engine.comm import Communicator
 from engine.execution import graphs
-from engine.execution.graph_shapes import bucket_sizes
+from engine.graph_shapes import bucket_sizes
 from engine.requests.request import Request
 from tests.support.checkpoints import Checkpoints
 from tests.support.fake_graphs import FakeRecorder, GraphRank

@@ -25,9 +25,9 @@ from engine.attention import flash
 from engine.comm.solo import SoloCommunicator
 from engine.config import ResolvedConfig
 from engine.execution import prebuild
-from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.prebuild import _Rank, first_launches, prebuilding
 from engine.execution.warmup import warmup_steps
+from engine.graph_shapes import bucket_sizes
 from engine.inputs.batch import ForwardBatch
 from engine.inputs.buffers import BatchBuffers, SamplingRows
 from engine.kernels import Kernels, store_kv, triton_builds

@@ -14,7 +14,8 @@ from engine import SamplingParams
 from engine.comm import Communicator
 from engine.comm.types import Phase
 from engine.execution import graphs
-from engine.execution.graph_shapes import (
+from engine.execution.steplog import PHASES
+from engine.graph_shapes import (
     PROMPT_ROWS,
     GraphShape,
     decode_shapes,
@@ -22,7 +23,6 @@ from engine.execution.graph_shapes import (
     prompt_shapes,
     shape_of,
 )
-from engine.execution.steplog import PHASES
 from engine.requests.request import Request
 from engine.scheduling.step import ScheduledSeq, StepPlan
 from engine.shape import ModelShape

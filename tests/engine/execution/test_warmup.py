@@ -9,8 +9,8 @@ import torch
 
 from engine.attention.triton_paged import num_splits
 from engine.config import EngineConfig, ResolvedConfig
-from engine.execution.graph_shapes import bucket_sizes
 from engine.execution.warmup import warmup_steps
+from engine.graph_shapes import bucket_sizes
 from engine.inputs.buffers import BatchBuffers
 from engine.resolve import resolve
 from engine.shape import ModelShape

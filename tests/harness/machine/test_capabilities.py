@@ -131,7 +131,7 @@ def test_what_cannot_run_says_why(
 
 def test_flash4_asks_for_the_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which NVML tells without a CUDA context."""
-    from engine import resolve as of_engine
+    from engine.attention import obstacles as of_engine
     from harness.machine import hardware
 
     monkeypatch.setattr(of_engine, "_installed", lambda name: True)
