@@ -137,22 +137,29 @@ def test_launched_prompts_give_the_same_within_bf16(half: Path, attention: str) 
     assert errors[0] <= FACTOR * errors[1]
 
 
+@pytest.mark.parametrize(
+    ("tp", "comm"), [(1, "auto"), (2, "nccl"), (2, "symm_mem"), (2, "symm_fused")]
+)
 @pytest.mark.parametrize("budget", [24, 64, 512])
-def test_greedy_tokens_are_transformers(checkpoints: Checkpoints, budget: int) -> None:
+def test_greedy_tokens_are_transformers(
+    checkpoints: Checkpoints, budget: int, tp: int, comm: str
+) -> None:
     """In float32, planned a step ahead: chunks, chunks beside sequences whose last token is still
     on the device, prefixes from the cache. No step is launched."""
+    if tp > torch.cuda.device_count():
+        pytest.skip(f"needs {tp} CUDA devices")
     path = checkpoints(**HEADS)
     prompts = [ids[: 3 + 7 * (i % 9)] for i, ids in enumerate(sequences((70,) * 18))]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     options: dict[str, Any] = {"attention": "triton", "page_size": 16, "max_model_len": 96}
     with LLM(
-        path, max_num_seqs=20, num_pages=200, max_num_batched_tokens=budget,
-        graph_prompt_tokens=budget, **options,
+        path, tp=tp, comm=comm, max_num_seqs=20, num_pages=200,
+        max_num_batched_tokens=budget, graph_prompt_tokens=budget, **options,
     ) as llm:  # fmt: skip
         for _ in range(2):
             for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
                 assert tuple(output.token_ids) == greedy_reference(path, tuple(prompt), 12)
-        (steps,) = llm.drain_steps()
+        steps = llm.drain_steps()[0]
         assert llm.counters()["cached_tokens"] > 0
     assert steps["replayed"].all() and (steps["phase"] != DECODE).sum() >= 2
 
