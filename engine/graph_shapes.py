@@ -57,7 +57,9 @@ def prompt_limit(shape: ModelShape, tp: int, max_num_batched_tokens: int) -> int
 
 def prompt_shapes(limit: int, max_num_seqs: int, max_model_len: int) -> tuple[GraphShape, ...]:
     """Shapes of steps with prompts of up to `limit` rows (0: none), smallest first. The last has
-    `limit` rows. Without those that could never be full."""
+    `limit` rows, or as many as max_num_seqs sequences can fill. Without those that could never be
+    full."""
+    limit = min(limit, max_num_seqs * max_model_len)
     sizes = sorted({*(rows for rows in PROMPT_ROWS if rows < limit), limit} - {0})
     found = [
         GraphShape(rows, min(PROMPT_SEQS, max_num_seqs, rows, max(1, PROMPT_SLOTS // rows)), True)

@@ -184,6 +184,8 @@ class StepGraphs:
         phase = Phase.PREFILL if prompts else Phase.DECODE
         info = StepInfo(-1, phase, seqs, num_rows, num_rows, seqs, self.mode)
         limit = self._max_model_len
+        # Beside prompts, sequences that decode are chunks of one row to the attention, of unsplit
+        # keys: a graph does not know how many there will be.
         meta = (seqs + 1, min(num_rows, limit), limit, 0) if prompts else (seqs, 1, limit, seqs)
         batch, rows = self._buffers.views(num_rows, seqs, meta, all_greedy=False)
 

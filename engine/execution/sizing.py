@@ -63,14 +63,15 @@ def _graph_reserve(config: ResolvedConfig, shape: ModelShape, activations: int) 
     """Bytes kept free for CUDA graphs: the nodes of a clean and an observed one of each shape, and
     of both as pairs where steps decode; the largest decode step's logits as they are gathered and
     as they are sampled in float32; the activations of the largest step with prompts, as its share
-    of those of max_num_batched_tokens rows."""
+    of those of max_num_batched_tokens rows, in the graphs' memory and once more as the allocator
+    keeps them from the run before the capture."""
     if config.enforce_eager:
         return 0
     rows = config.graph_prompt_tokens
     prompts = prompt_shapes(rows, config.max_num_seqs, config.max_model_len)
     graphs = 2 * len(bucket_sizes(config.max_num_seqs)) + 2 * len(prompts)
     logits = config.max_num_seqs * shape.vocab_size * 8
-    return graphs * _GRAPH_BYTES + logits + activations * rows // config.max_num_batched_tokens
+    return graphs * _GRAPH_BYTES + logits + 2 * activations * rows // config.max_num_batched_tokens
 
 
 def _sampling_reserve(config: ResolvedConfig, shape: ModelShape, itemsize: int) -> int:

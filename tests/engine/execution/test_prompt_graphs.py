@@ -155,7 +155,8 @@ def test_shapes_end_at_the_limit_and_could_all_be_full() -> None:
     """As many rows as the limit says last; of 16 sequences of 20 tokens never more than 320."""
     assert [one.rows for one in prompt_shapes(100, 16, 1000)] == [32, 64, 100]
     assert prompt_shapes(0, 16, 1000) == ()
-    assert prompt_shapes(1024, 16, 20)[-1] == GraphShape(256, 16, True)
+    assert prompt_shapes(1024, 16, 20)[-1] == GraphShape(320, 16, True)
+    assert prompt_shapes(4096, 1, 1000)[-1] == GraphShape(1000, 1, True)
     assert prompt_shapes(4096, 256, 4096)[-1] == GraphShape(4096, 32, True)
 
 
