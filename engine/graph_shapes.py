@@ -34,6 +34,11 @@ class GraphShape(NamedTuple):
     seqs: int
     prompts: bool
 
+    @property
+    def prompt_seqs(self) -> int | None:
+        """`seqs` as BatchBuffers wants them of a step with prompts, None of one that decodes."""
+        return self.seqs if self.prompts else None
+
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Rows of decode steps that graphs are captured for: 1, 2, 4, 8, every 16th, and always
@@ -84,6 +89,5 @@ def shape_of(plan: StepPlan, shapes: Iterable[GraphShape], max_model_len: int) -
         if one.prompts == decodes or one.rows < plan.num_tokens or one.seqs < plan.num_seqs:
             continue
         room = (one.seqs + 1 - plan.num_seqs) * max_model_len
-        fits = decodes or one.rows - plan.num_tokens <= room
-        return one if fits else None
+        return one if decodes or one.rows - plan.num_tokens <= room else None
     return None

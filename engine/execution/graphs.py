@@ -129,7 +129,7 @@ class StepGraphs:
         self.captures: list[Capture] = []
         self.late_captures: list[Capture] = []
         for shape in reversed(self._shapes):  # the largest first: the others fit into its memory
-            self._buffers.fill_padding(shape.rows, shape.seqs if shape.prompts else None)
+            self._buffers.fill_padding(shape.rows, shape.prompt_seqs)
             self.captures.append(self._capture(shape, pair=False, observed=False))
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:

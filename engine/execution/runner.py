@@ -157,12 +157,9 @@ class Runner:
     ) -> Launched:
         """A step that is all plain is one replay; else rank 0 samples between two."""
         count, logprobs = int(plan.samples.sum()), None
-        if shape.prompts:
-            _, known = self._buffers.load(plan, shape.rows, shape.seqs)
-            if known:
-                self._buffers.fetch_known(self._buffers.input_ids(shape.rows), known)
-        else:
-            self._buffers.load(plan, shape.rows)
+        _, known = self._buffers.load(plan, shape.rows, shape.prompt_seqs)
+        if shape.prompts and known:  # a decode step's graph fetches them itself
+            self._buffers.fetch_known(self._buffers.input_ids(shape.rows), known)
 
         def between() -> None:
             nonlocal logprobs

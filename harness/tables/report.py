@@ -170,8 +170,7 @@ _EXTRA: tuple[tuple[str, str, float, str], ...] = (
 
 def view(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], str]:
     """(headings, rows of text, what is equal in all rows): the axes and settings that vary and the
-    printed figures; `-` is a missing figure, and a
-    setting that is null reads so."""
+    printed figures; `-` is a missing figure, and a setting that is null reads `null`."""
     import pandas as pd
 
     varying, named = _varying(frame), [*AXES, *further(frame)]
